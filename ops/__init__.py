@@ -1,0 +1,1 @@
+"""Tensors and mathematics: weight files, model families, compiled operators, sampling."""

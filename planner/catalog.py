@@ -1,0 +1,59 @@
+"""What there is to place: the groups of one model in the order a step runs them, and their blocks.
+
+A *group* is what one fused operator reads and the unit in which the planner thinks; a *block* is a
+tile of rows, the unit of movement, of mathematics and of splits. Block heights are given here by
+whoever read the file; no plan changes them, so no plan changes a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GroupKind = Literal["embed", "qkv", "attn", "o", "gate_up", "down", "lm_head"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    index: int  # position in Catalog.blocks
+    group: str  # the group whose operator consumes it
+    nbytes: int  # bytes of the weights themselves
+    held_nbytes: int  # bytes it occupies in a tier and costs to read: the enclosing 4 KiB range
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    name: str  # "12.qkv", "lm_head"
+    kind: GroupKind
+    layer: int | None
+    layout: str  # of its largest part; "" where there are no weights
+    units: int  # shares are given in these: 16 output rows each, or one KV head of `attn`
+    cols: int  # inputs of each output row; 0 where there are no weights
+    blocks: tuple[int, ...]  # indices into Catalog.blocks, in the order they are consumed
+    flops_per_row: int  # multiply-adds times two for one activation row
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """A model as the planner sees it.
+
+    Tied embeddings are one set of blocks: they belong to `lm_head`, and `embed` has none (its rows
+    are gathered, one by one). An untied `embed` has blocks with `streamed=False` semantics: they
+    may be resident, and are never part of a sweep.
+    """
+
+    model: str  # fingerprint of the files
+    groups: tuple[Group, ...]  # execution order
+    blocks: tuple[Block, ...]  # consumption order, `embed` blocks (if untied) first
+    constants_nbytes: int  # norms, biases: always resident
+    scratch_nbytes: int  # activations, logits, per-worker tiles
+    slot_nbytes: int  # one ring slot: the largest streamed block, whole 4 KiB pages
+    page_tokens: int  # tokens per KV page
+    page_nbytes: int  # bytes of one KV page over all layers
+    max_context: int  # tokens the model allows
+
+    def group(self, name: str) -> Group:
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise KeyError(f"no group {name!r} in the catalog of {self.model}")

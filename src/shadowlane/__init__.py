@@ -1,0 +1,1 @@
+"""Shadowlane: language models that do not fit, on one PC."""
