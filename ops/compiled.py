@@ -36,7 +36,7 @@ def user_cache_directory() -> Path:
 
 @cache
 def target_features() -> tuple[str, str, str]:
-    """(triple, processor, features) that numba generates code for, e.g. features "+avx2,+f16c,..."."""
+    """(triple, processor, features) that numba makes code for; features as "+avx2,+f16c,..."."""
     triple, processor, features = cpu_target.target_context.codegen().magic_tuple()
     return str(triple), str(processor), str(features)
 
@@ -112,7 +112,7 @@ def njit(
 
 
 def cfunc(signature: Any, *, fastmath: bool | set[str] = False) -> Callable[..., Any]:
-    """Compile a function to a C callback at once (or load it from the cache); `.address` is its entry.
+    """Compile a function to a C callback at once, or load it from the cache; see its `.address`.
 
     Raises numba's typing errors if the function does not fit `signature`.
     """

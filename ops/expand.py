@@ -24,11 +24,11 @@ from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.vectors import (
     LANES,
     bytes_of_bits,
+    float_of_half,
     floats_of_bfloats,
     floats_of_halves,
     floats_of_signed,
     floats_of_unsigned,
-    float_of_half,
     load_f32x16,
     load_half,
     load_i8,
@@ -48,7 +48,7 @@ EXPAND_ROW_SIGNATURE = types.void(types.int64, types.int64, types.int64)
 _VECTOR_NBYTES = 4 * LANES  # of sixteen float32 in the destination
 
 
-# Plain elements: sixteen at a time, then the rest ----------------------------------------------------
+# Plain elements: sixteen at a time, then the rest -----------------------------------------------
 
 
 def _expand_f32(source: int, destination: int, num_elements: int) -> None:
@@ -144,7 +144,7 @@ def _expand_q5_1(source: int, destination: int, num_elements: int) -> None:
         destination += 2 * _VECTOR_NBYTES
 
 
-# Blocks of 256: scales of the scales ------------------------------------------------------------------
+# Blocks of 256: scales of the scales -------------------------------------------------------------
 
 
 @njit(inline="always")

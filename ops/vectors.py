@@ -2,8 +2,8 @@
 
 Whether a plain loop becomes vector code depends on the compiler's guesses about aliasing and loop
 lengths, and a block of 16 packed bytes is just what it unrolls into scalar code. Here a vector is a
-value like any other: loaded from an address (which may be unaligned), combined with `+ - * & | >> <<`,
-stored to an address. LLVM cuts the sixteen lanes into what the processor has. Products and sums are
+value like any other: loaded from an address (which may be unaligned), combined with the operators
+`+ * & | << >> -`, stored to an address. LLVM cuts the sixteen lanes into what the processor has. Products and sums are
 rounded one by one, never fused, so results are the same on every processor.
 
 Scalars on the right of an operator are spread over the lanes. Byte arithmetic wraps.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
