@@ -19,6 +19,8 @@ class Block:
     group: str  # the group whose operator consumes it
     nbytes: int  # bytes of the weights themselves
     held_nbytes: int  # bytes it occupies in a tier and costs to read: the enclosing 4 KiB range
+    first_unit: int  # it serves the units [first_unit, last_unit) of its group; the blocks of two
+    last_unit: int  # parts that are used together (gate, up) may serve the same units
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Group:
     layout: str  # of its largest part; "" where there are no weights
     units: int  # shares are given in these: 16 output rows each, or one KV head of `attn`
     cols: int  # inputs of each output row; 0 where there are no weights
-    blocks: tuple[int, ...]  # indices into Catalog.blocks, in the order they are consumed
+    blocks: tuple[int, ...]  # indices into Catalog.blocks as consumed: by rising first_unit
     flops_per_row: int  # multiply-adds times two for one activation row
 
 

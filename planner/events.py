@@ -1,0 +1,121 @@
+"""What goes into the planner and what comes out of it: events in the past, commands to obey."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shadowlane.planner.placement import Placement
+from shadowlane.planner.profile import Phase, Profile
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStarted:
+    """Files are read and the request is known: the first placement is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRetired:
+    step: int
+    placement_id: int
+    phase: Phase  # "prefill" if any row of the step was a prefill row
+    rows: int  # activation rows
+    context: int  # tokens attended, of the longest sequence
+    seconds: float  # from the step being filled to its last instruction retired
+    busy_s: Mapping[str, float] = field(default_factory=dict)  # lane -> inside instructions
+    wait_s: Mapping[str, float] = field(default_factory=dict)  # lane -> waiting for counters
+
+
+@dataclass(frozen=True, slots=True)
+class RunQueueDelayed:
+    """Threads of `lane` were runnable but not running for `fraction` of the last window."""
+
+    lane: str
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class LaneDied:
+    lane: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRestored:
+    lane: str
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetChanged:
+    ram: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementAcknowledged:
+    lane: str
+    placement_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementAnnounced:
+    """The engine has promised that `step` is the first to run under this placement."""
+
+    placement_id: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileMeasured:
+    profile: Profile
+
+
+Event = (
+    EngineStarted
+    | StepRetired
+    | RunQueueDelayed
+    | LaneDied
+    | LaneRestored
+    | BudgetChanged
+    | PlacementAcknowledged
+    | PlacementAnnounced
+    | ProfileMeasured
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishPlacement:
+    """Give it to every live lane; each lowers it and acknowledges."""
+
+    placement: Placement
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncePlacement:
+    """All have acknowledged: announce it for the first step to which no lane is committed."""
+
+    placement_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetirePlacement:
+    """No step will run under it any more: programs and copies that only it needs may go."""
+
+    placement_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetSpin:
+    """How long the workers of `lane` spin at a wait before they sleep; 0: sleep at once."""
+
+    lane: str
+    spin_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A decision worth telling that changes nothing."""
+
+    text: str
+
+
+Command = PublishPlacement | AnnouncePlacement | RetirePlacement | SetSpin | Note
