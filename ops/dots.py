@@ -1,0 +1,203 @@
+"""Dot products of weight rows with activations, with an order of addition that never changes.
+
+Each (row, input) pair has one accumulator of sixteen float32 lanes. Lane `i` adds the products at
+`i, i+16, i+32, ...` in that order with fused multiply-add; the lanes are then added pairwise, in
+halves; elements beyond the last whole sixteen are added one by one at the end. How many rows and
+inputs go through the loop together changes only how often a weight is loaded, so neither batch
+size nor the cut into chunks changes a bit. LLVM vector types say this directly, and the compiler
+maps sixteen lanes to whatever registers the processor has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from shadowlane.ops.layouts import LAYOUTS
+
+LANES = 16
+F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+VF32 = ir.VectorType(F32, LANES)
+DIRECT_LAYOUTS = ("f32", "f16", "bf16")  # a lane is one element; packed layouts are expanded first
+ELEMENT_NBYTES = {"f32": 4, "f16": 2, "bf16": 2}
+FMA = "llvm.fmuladd"
+
+
+def _splat(value: int, element: ir.IntType) -> ir.Constant:
+    return ir.Constant(ir.VectorType(element, LANES), [value] * LANES)
+
+
+def load_lanes(builder: ir.IRBuilder, address: ir.Value, layout: str) -> ir.Value:
+    """Sixteen elements at any byte address, as float32."""
+    if layout == "f32":
+        return builder.load(builder.inttoptr(address, VF32.as_pointer()), align=1)
+    if layout == "f16":
+        half = ir.VectorType(ir.HalfType(), LANES)
+        return builder.fpext(
+            builder.load(builder.inttoptr(address, half.as_pointer()), align=1), VF32
+        )
+    bits = ir.VectorType(I16, LANES)
+    raw = builder.load(builder.inttoptr(address, bits.as_pointer()), align=1)
+    wide = builder.zext(raw, ir.VectorType(I32, LANES))
+    return builder.bitcast(builder.shl(wide, _splat(16, I32)), VF32)
+
+
+def load_one(builder: ir.IRBuilder, address: ir.Value, layout: str) -> ir.Value:
+    if layout == "f32":
+        return builder.load(builder.inttoptr(address, F32.as_pointer()), align=1)
+    if layout == "f16":
+        half = builder.load(builder.inttoptr(address, ir.HalfType().as_pointer()), align=1)
+        return builder.fpext(half, F32)
+    raw = builder.load(builder.inttoptr(address, I16.as_pointer()), align=1)
+    return builder.bitcast(builder.shl(builder.zext(raw, I32), I32(16)), F32)
+
+
+def fma(
+    builder: ir.IRBuilder, kind: ir.Type, left: ir.Value, right: ir.Value, add: ir.Value
+) -> Any:
+    name = f"{FMA}.v{LANES}f32" if kind is VF32 else f"{FMA}.f32"
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(kind, [kind, kind, kind]), name
+    )
+    return builder.call(function, [left, right, add])
+
+
+def add_lanes(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+    """Sum of the lanes: halves added to halves, so 8, 4, 2, 1."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        low = ir.Constant(ir.VectorType(I32, width), list(range(width)))
+        high = ir.Constant(ir.VectorType(I32, width), list(range(width, 2 * width)))
+        vector = builder.fadd(
+            builder.shuffle_vector(vector, vector, low),
+            builder.shuffle_vector(vector, vector, high),
+        )
+    return builder.extract_element(vector, I32(0))
+
+
+def _for_each_layout(body: Any) -> Any:
+    """Code for an intrinsic whose first argument is a layout id: one `body` per direct layout."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for layout in DIRECT_LAYOUTS:
+            wanted = builder.icmp_signed("==", args[0], I64(LAYOUTS[layout].id))
+            with builder.if_then(wanted):
+                body(builder, layout, args[1:])
+        return context.get_dummy_value()
+
+    return codegen
+
+
+def make_dot(rows: int, inputs: int) -> Any:
+    """An intrinsic `dot(layout, weights, row_nbytes, x, x_stride_nbytes, cols, out)`.
+
+    layout: id of a direct layout, looked at once per call; weights: `rows` rows of it;
+    x: `inputs` rows of float32; out: float32 [rows, inputs].
+    All addresses and sizes are int64; addresses may be unaligned.
+    """
+
+    @intrinsic
+    def dot(
+        typingctx: Any,
+        layout: Any,
+        weights: Any,
+        row_nbytes: Any,
+        x: Any,
+        stride: Any,
+        cols: Any,
+        out: Any,
+    ) -> Any:
+        def body(builder: ir.IRBuilder, layout: str, args: Any) -> None:
+            weights, row_nbytes, x, stride, cols, out = args
+            element_nbytes = ELEMENT_NBYTES[layout]
+            row_starts = [
+                builder.add(weights, builder.mul(row_nbytes, I64(r))) for r in range(rows)
+            ]
+            input_starts = [builder.add(x, builder.mul(stride, I64(b))) for b in range(inputs)]
+            pairs = [(r, b) for r in range(rows) for b in range(inputs)]
+            sums = [cgutils.alloca_once(builder, VF32) for _ in pairs]
+            for slot in sums:
+                builder.store(ir.Constant(VF32, [0.0] * LANES), slot)
+            whole = builder.and_(cols, I64(-LANES))
+            with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), I64) as (at, _):
+                weight_offset = builder.mul(at, I64(element_nbytes))
+                x_offset = builder.mul(at, I64(4))
+                loaded = [
+                    load_lanes(builder, builder.add(s, x_offset), "f32") for s in input_starts
+                ]
+                for r in range(rows):
+                    row = load_lanes(builder, builder.add(row_starts[r], weight_offset), layout)
+                    for b in range(inputs):
+                        slot = sums[r * inputs + b]
+                        builder.store(fma(builder, VF32, row, loaded[b], builder.load(slot)), slot)
+            totals = [cgutils.alloca_once(builder, F32) for _ in pairs]
+            for slot, total in zip(sums, totals, strict=True):
+                builder.store(add_lanes(builder, builder.load(slot)), total)
+            with cgutils.for_range_slice(builder, whole, cols, I64(1), I64) as (at, _):
+                weight_offset = builder.mul(at, I64(element_nbytes))
+                x_offset = builder.mul(at, I64(4))
+                for r, b in pairs:
+                    element = load_one(builder, builder.add(row_starts[r], weight_offset), layout)
+                    factor = load_one(builder, builder.add(input_starts[b], x_offset), "f32")
+                    total = totals[r * inputs + b]
+                    builder.store(fma(builder, F32, element, factor, builder.load(total)), total)
+            for index, total in enumerate(totals):
+                place = builder.inttoptr(builder.add(out, I64(4 * index)), F32.as_pointer())
+                builder.store(builder.load(total), place, align=4)
+
+        return types.void(*[types.int64] * 7), _for_each_layout(body)
+
+    return dot
+
+
+@intrinsic
+def weighted_sum(
+    typingctx: Any,
+    layout: Any,
+    rows: Any,
+    row_nbytes: Any,
+    num_rows: Any,
+    cols: Any,
+    factors: Any,
+    out: Any,
+) -> Any:
+    """out[c] += factors[0] * rows[0][c] + factors[1] * rows[1][c] + ..., in the order of the rows.
+
+    rows: of the direct layout with id `layout`; factors and out: float32.
+    """
+
+    def body(builder: ir.IRBuilder, layout: str, args: Any) -> None:
+        rows, row_nbytes, num_rows, cols, factors, out = args
+        element_nbytes = ELEMENT_NBYTES[layout]
+
+        def column(at: ir.Value, kind: ir.Type) -> None:
+            place = builder.inttoptr(builder.add(out, builder.mul(at, I64(4))), kind.as_pointer())
+            total = cgutils.alloca_once(builder, kind)
+            builder.store(builder.load(place, align=4), total)
+            start = builder.add(rows, builder.mul(at, I64(element_nbytes)))
+            with cgutils.for_range(builder, num_rows, intp=I64) as loop:
+                address = builder.add(start, builder.mul(loop.index, row_nbytes))
+                factor = load_one(
+                    builder, builder.add(factors, builder.mul(loop.index, I64(4))), "f32"
+                )
+                if kind is VF32:
+                    element = load_lanes(builder, address, layout)
+                    first = builder.insert_element(ir.Constant(VF32, ir.Undefined), factor, I32(0))
+                    factor = builder.shuffle_vector(first, first, _splat(0, I32))
+                else:
+                    element = load_one(builder, address, layout)
+                builder.store(fma(builder, kind, element, factor, builder.load(total)), total)
+            builder.store(builder.load(total), place, align=4)
+
+        whole = builder.and_(cols, I64(-LANES))
+        with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), I64) as (at, _):
+            column(at, VF32)
+        with cgutils.for_range_slice(builder, whole, cols, I64(1), I64) as (at, _):
+            column(at, F32)
+
+    return types.void(*[types.int64] * 7), _for_each_layout(body)

@@ -1,0 +1,186 @@
+"""The table a compute lane runs from: what the columns of its rows of int64 mean.
+
+A program is lowered once per placement and lane into three arrays, `instructions`, `items` and
+`blocks`; `geometry` holds what is the same for all programs of a model; a *step record* in the
+arena says which tokens one step is about. Offsets are relative to the arena, never addresses,
+except OPERATOR and EXPAND, which are code addresses of the process that lowered the table.
+
+One instruction is one fused operator of one group. Its work is cut into items (decode) or tiles
+(prefill: whole blocks), which the workers of a lane take from a shared ticket one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+MAX_LANES: Final = 8  # compute lanes that a table can wait for
+MAX_DECODE_ROWS: Final = 8  # rows that go through the compiled kernels together
+MAX_BLOCK_ROWS: Final = 1024  # tallest tile
+
+# kinds of instruction
+EMBED: Final = 0
+NORM: Final = 1  # prefill rows only; decode rows are normalised where they are used
+LINEAR: Final = 2
+GATE_UP: Final = 3
+ATTENTION: Final = 4
+LM_HEAD: Final = 5
+
+# what a LINEAR does with its result
+STORE: Final = 0
+ADD: Final = 1  # add to the residual stream
+
+# phases of a step
+DECODE: Final = 0  # at most MAX_DECODE_ROWS rows, compiled from end to end
+PREFILL: Final = 1  # one chunk of a prompt, beside up to MAX_DECODE_ROWS decode rows
+
+# instructions[i, ...]
+KIND: Final = 0
+GROUP: Final = 1  # index in the catalog, for spans
+LAYER: Final = 2
+COLS: Final = 3  # inputs of a row
+ROWS: Final = 4  # output rows of the whole group
+ITEM_START: Final = 5  # decode items; of ATTENTION: the first KV head
+ITEM_COUNT: Final = 6
+TILE_START: Final = 7  # prefill items; of EMBED: the first block of the table of embeddings
+TILE_COUNT: Final = 8
+INPUT: Final = 9  # float32 [decode rows, COLS]
+PREFILL_INPUT: Final = 10  # compute type [prefill rows, COLS]
+OUTPUT: Final = 11  # float32 [rows, ROWS]; of GATE_UP: float32 [decode rows, ROWS]
+PREFILL_OUTPUT: Final = 12  # compute type; of GATE_UP and ATTENTION
+NORM_WEIGHT: Final = 13  # float32 [COLS], -1: the input is used as it is
+BIAS: Final = 14  # float32 [ROWS] (GATE_UP: [2 * ROWS]), -1: none
+EPILOGUE: Final = 15
+WINDOW: Final = 16  # sliding window in tokens; 0: full attention
+Q_NORM: Final = 17  # float32 [head_dim], -1: none
+K_NORM: Final = 18
+BLOCK_ROWS: Final = 19  # EMBED: rows of each block of the table of embeddings
+GATHERED: Final = 20  # EMBED: 1 if rows may have to come through the gather buffer
+ORDINAL: Final = 21  # this instruction's number in the lane's program: counter = base + ORDINAL + 1
+PEER_WAIT: Final = 22  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
+INSTRUCTION_COLUMNS: Final = PEER_WAIT + MAX_LANES
+
+# items[j, ...]
+BLOCK: Final = 0
+SECOND_BLOCK: Final = 1  # GATE_UP: the block of `up` with the same rows
+ROW_IN_BLOCK: Final = 2
+NUM_ROWS: Final = 3
+FIRST_ROW: Final = 4  # of the group's output
+ITEM_COLUMNS: Final = 5
+
+# blocks[b, ...]
+OFFSET: Final = 0  # in the arena, of the first byte of the weights; -1: streamed
+SWEEP_ORDINAL: Final = 1  # place in the sweep; -1: resident
+SKEW: Final = 2  # bytes from the start of a slot to the first byte of the weights
+BLOCK_FIRST_ROW: Final = 3  # of the tensor
+BLOCK_NUM_ROWS: Final = 4
+ROW_NBYTES: Final = 5
+LAYOUT: Final = 6
+OPERATOR: Final = 7  # code address: rows of this layout times float32 inputs
+EXPAND: Final = 8  # code address: one row to float32
+BLOCK_COLUMNS: Final = 9
+
+# geometry[...]
+(
+    ABORT,
+    COUNTERS,  # lane k's counter is at COUNTERS + k * COUNTER_NBYTES
+    LANE,  # number of this lane
+    DISK_COUNTER,  # numbers of other counters in the same array
+    GATHER_COUNTER,
+    TICKETS,  # this lane's: two words (taken, done) per instruction, TICKET_NBYTES apart
+    SPIN_NS,  # offset of the word that says how long this lane's waits may spin
+    WORKERS,  # WORKER_NBYTES per worker: statistics and span ring
+    NUM_WORKERS,
+    RING,
+    SLOT_NBYTES,
+    NUM_SLOTS,
+    HIDDEN,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    HEAD_DIM,
+    ROPE_INTERLEAVED,
+    NORM_EPS,  # offset of a float32
+    KV,
+    KV_LAYOUT,
+    PAGE_TOKENS,
+    NUM_PAGES,
+    X,  # float32 [rows, HIDDEN]: the residual stream
+    QKV,  # float32 [rows, (heads + 2 * kv heads) * head_dim]
+    COS,  # float32 [rows, head_dim / 2]
+    SIN,
+    GATHER,  # embedding rows read from disk, GATHER_STRIDE apart
+    GATHER_STRIDE,
+    SCRATCH,  # SCRATCH_NBYTES per worker of this lane
+    SCRATCH_NBYTES,
+    SCRATCH_INPUT,  # normalised inputs, float32, in a worker's scratch
+    SCRATCH_OUTPUT,  # two float32 [MAX_DECODE_ROWS, MAX_BLOCK_ROWS]
+    SCRATCH_SCORES,  # float32 [heads per kv head, context]
+    SCRATCH_TILE,  # an expanded tile in the compute type
+    CONTEXT,  # tokens that SCRATCH_SCORES has room for
+    RECORD_TOKENS,  # offsets inside a step record
+    RECORD_POSITIONS,
+    RECORD_SEQUENCES,
+    RECORD_LOGIT_ROWS,
+    RECORD_PAGES,
+    RECORD_INV_FREQ,
+    RECORD_SCALING,
+    MAX_PAGES,  # of one sequence
+    COMPUTE_LAYOUT,  # id of the compute type
+    GEOMETRY_FIELDS,
+) = range(45)
+
+# a step record begins with these int64
+STEP: Final = 0
+PLACEMENT: Final = 1
+PHASE: Final = 2
+NUM_DECODE: Final = 3
+NUM_PREFILL: Final = 4
+NUM_LOGITS: Final = 5
+SAME_SEQUENCE: Final = 6  # decode rows are consecutive tokens of one sequence
+DISK_BASE: Final = 7  # blocks retired by the disk lane before this step's sweep
+LANE_BASE: Final = 8  # MAX_LANES fields: instructions retired by each lane before this step
+RECORD_HEADER_FIELDS: Final = LANE_BASE + MAX_LANES
+
+COUNTER_NBYTES: Final = 128
+TICKET_NBYTES: Final = 128
+
+# per worker: statistics, then a ring of spans
+BUSY_NS: Final = 0
+WAIT_NS: Final = 1
+DISK_WAIT_NS: Final = 2
+NUM_SPANS: Final = 3  # spans written since the start; the ring keeps the last SPAN_RING of them
+WORKER_HEADER_NBYTES: Final = 128
+SPAN_RING: Final = 1 << 15
+SPAN_FIELDS: Final = 5  # step, group, start_ns, end_ns, ns waited for the disk in between
+WORKER_NBYTES: Final = WORKER_HEADER_NBYTES + SPAN_RING * SPAN_FIELDS * 8
+
+
+@dataclass(frozen=True, slots=True)
+class RecordLayout:
+    """Offsets of the arrays in a step record. `rows` is the most rows one step may have."""
+
+    rows: int
+    logits: int
+    sequences: int
+    max_pages: int
+    half_dim: int
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of each array, and "nbytes" for the whole record."""
+        sizes = {
+            "tokens": self.rows,
+            "positions": self.rows,
+            "sequences": self.rows,
+            "logit_rows": self.logits,
+            "pages": self.sequences * self.max_pages,
+            "inv_freq": self.sequences * self.half_dim,
+            "scaling": self.sequences,
+        }
+        offset = RECORD_HEADER_FIELDS * 8
+        result = {}
+        for name, count in sizes.items():
+            result[name] = offset
+            offset += count * 4
+        result["nbytes"] = -(-offset // 64) * 64
+        return result

@@ -1,0 +1,582 @@
+"""The walk of a decode step: one compiled function per token and worker, without the GIL.
+
+Each worker of a lane walks the same program. An instruction's items are taken from a shared ticket,
+so a worker that the system has put to sleep holds up nobody, except with the item in its hands;
+whoever finishes the last item publishes the lane's counter. Waits look at other lanes' counters
+(the previous group, the arrival of a streamed block).
+
+`wait_inputs`, `finish_item` and `note_span` also serve the prefill loop in `tiles.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from shadowlane.ops import table as t
+from shadowlane.ops.atomics import (
+    WAIT_OK,
+    call_address,
+    claim,
+    complete,
+    load32,
+    now_ns,
+    publish,
+    reached,
+    read_f32,
+    read_i32,
+    read_i64,
+    wait_counter,
+    write_f32,
+    write_i64,
+)
+from shadowlane.ops.compiled import njit
+from shadowlane.ops.dots import weighted_sum
+from shadowlane.ops.kernels import (
+    EXPAND_AT,
+    LAYOUT_F32,
+    ONE,
+    ZERO,
+    _matvec_direct,
+    convert_row,
+    element_nbytes,
+    rms_norm,
+    rope_angles,
+    rotate,
+    silu,
+    soften,
+)
+
+_matvec = njit(_matvec_direct)
+
+
+@njit
+def counter_at(base: int, geometry: Any, number: int) -> int:
+    """Address of a counter."""
+    return base + geometry[t.COUNTERS] + number * t.COUNTER_NBYTES
+
+
+@njit
+def record_i64(record: int, field: int) -> int:
+    return read_i64(record + 8 * field)
+
+
+@njit
+def ticket_at(base: int, geometry: Any, ordinal: int) -> int:
+    return base + geometry[t.TICKETS] + ordinal * t.TICKET_NBYTES
+
+
+@njit
+def wait_inputs(base: int, geometry: Any, row: Any, record: int, spin_ns: int) -> int:
+    """Wait until all lanes have retired what this instruction reads: own lane first, then peers."""
+    abort = base + geometry[t.ABORT]
+    own = geometry[t.LANE]
+    status = wait_counter(
+        counter_at(base, geometry, own),
+        record_i64(record, t.LANE_BASE + own) + row[t.ORDINAL],
+        abort,
+        spin_ns,
+        0,
+    )
+    for lane in range(t.MAX_LANES):
+        needed = row[t.PEER_WAIT + lane]
+        if status == WAIT_OK and needed >= 0:
+            wanted = record_i64(record, t.LANE_BASE + lane) + needed
+            status = wait_counter(counter_at(base, geometry, lane), wanted, abort, spin_ns, 0)
+    if status == WAIT_OK and row[t.KIND] == t.EMBED and row[t.GATHERED] != 0:
+        gathered = counter_at(base, geometry, geometry[t.GATHER_COUNTER])
+        status = wait_counter(gathered, record_i64(record, t.STEP), abort, 0, 0)
+    return status
+
+
+@njit
+def block_address(base: int, geometry: Any, block: Any, record: int) -> int:
+    """Where a block's weights are: at home, or in the ring slot of this step's sweep."""
+    if block[t.OFFSET] >= 0:
+        return base + block[t.OFFSET]
+    ordinal = record_i64(record, t.DISK_BASE) + block[t.SWEEP_ORDINAL]
+    slot = ordinal % geometry[t.NUM_SLOTS]
+    return base + geometry[t.RING] + slot * geometry[t.SLOT_NBYTES] + block[t.SKEW]
+
+
+@njit
+def wait_block(base: int, geometry: Any, block: Any, record: int) -> int:
+    """Wait until a streamed block has arrived. Returns the ns waited, -1 if aborted."""
+    if block[t.SWEEP_ORDINAL] < 0:
+        return 0
+    counter = counter_at(base, geometry, geometry[t.DISK_COUNTER])
+    wanted = record_i64(record, t.DISK_BASE) + block[t.SWEEP_ORDINAL] + 1
+    if reached(load32(counter), np.int32(wanted)):
+        return 0
+    started = now_ns()
+    if wait_counter(counter, wanted, base + geometry[t.ABORT], 0, 0) != WAIT_OK:
+        return -1
+    return now_ns() - started
+
+
+@njit
+def finish_item(base: int, geometry: Any, row: Any, record: int, num_items: int) -> None:
+    """Count an item as done; the last one publishes the lane's counter."""
+    ordinal = row[t.ORDINAL]
+    done = ticket_at(base, geometry, ordinal) + 64
+    if complete(done, record_i64(record, t.STEP), num_items):
+        lane = geometry[t.LANE]
+        retired = record_i64(record, t.LANE_BASE + lane) + ordinal + 1
+        publish(counter_at(base, geometry, lane), np.int32(retired))
+
+
+@njit
+def worker_at(base: int, geometry: Any, worker: int) -> int:
+    return base + geometry[t.WORKERS] + worker * t.WORKER_NBYTES
+
+
+@njit
+def note_span(
+    base: int, geometry: Any, worker: int, step: int, group: int, start: int, end: int, waited: int
+) -> None:
+    """Append one span to the worker's ring and add it to its statistics."""
+    place = worker_at(base, geometry, worker)
+    write_i64(place + 8 * t.BUSY_NS, read_i64(place + 8 * t.BUSY_NS) + end - start - waited)
+    write_i64(place + 8 * t.DISK_WAIT_NS, read_i64(place + 8 * t.DISK_WAIT_NS) + waited)
+    count = read_i64(place + 8 * t.NUM_SPANS)
+    span = place + t.WORKER_HEADER_NBYTES + (count % t.SPAN_RING) * t.SPAN_FIELDS * 8
+    write_i64(span, step)
+    write_i64(span + 8, group)
+    write_i64(span + 16, start)
+    write_i64(span + 24, end)
+    write_i64(span + 32, waited)
+    write_i64(place + 8 * t.NUM_SPANS, count + 1)
+
+
+@njit
+def embed_row(base: int, geometry: Any, row: Any, blocks: Any, record: int, index: int) -> None:
+    """x[index] = embedding of that row's token; also its rotary angles."""
+    token = read_i32(record + geometry[t.RECORD_TOKENS] + 4 * index)
+    block = blocks[row[t.TILE_START] + token // row[t.BLOCK_ROWS]]
+    if block[t.OFFSET] >= 0:
+        source = base + block[t.OFFSET] + (token - block[t.BLOCK_FIRST_ROW]) * block[t.ROW_NBYTES]
+    else:
+        source = base + geometry[t.GATHER] + index * geometry[t.GATHER_STRIDE]
+    hidden = geometry[t.HIDDEN]
+    call_address(block[t.EXPAND], (source, base + geometry[t.X] + index * hidden * 4, hidden))
+    half = geometry[t.HEAD_DIM] // 2
+    sequence = read_i32(record + geometry[t.RECORD_SEQUENCES] + 4 * index)
+    rope_angles(
+        read_i32(record + geometry[t.RECORD_POSITIONS] + 4 * index),
+        record + geometry[t.RECORD_INV_FREQ] + sequence * half * 4,
+        read_f32(record + geometry[t.RECORD_SCALING] + 4 * sequence),
+        base + geometry[t.COS] + index * half * 4,
+        base + geometry[t.SIN] + index * half * 4,
+        half,
+    )
+
+
+@njit
+def prepare_input(
+    base: int, geometry: Any, row: Any, record: int, num_rows: int, scratch: int
+) -> int:
+    """Address of the float32 inputs of the decode rows: normalised into scratch where needed."""
+    if row[t.NORM_WEIGHT] < 0:
+        return base + row[t.INPUT]
+    cols = row[t.COLS]
+    eps = read_f32(base + geometry[t.NORM_EPS])
+    prepared = scratch + geometry[t.SCRATCH_INPUT]
+    for index in range(num_rows):
+        source = index
+        if row[t.KIND] == t.LM_HEAD:
+            source = read_i32(record + geometry[t.RECORD_LOGIT_ROWS] + 4 * index)
+        rms_norm(
+            base + row[t.INPUT] + source * cols * 4,
+            base + row[t.NORM_WEIGHT],
+            LAYOUT_F32,
+            prepared + index * cols * 4,
+            cols,
+            eps,
+            scratch,
+        )
+    return prepared
+
+
+@njit
+def multiply_block(
+    block: Any,
+    address: int,
+    row_in_block: int,
+    num_rows: int,
+    cols: int,
+    x: int,
+    inputs: int,
+    y: int,
+    y_stride: int,
+    scratch: int,
+) -> None:
+    """Rows of one block times float32 inputs, by the operator of the block's layout."""
+    call_address(
+        block[t.OPERATOR],
+        (
+            block[t.LAYOUT],
+            block[t.EXPAND],
+            address + row_in_block * block[t.ROW_NBYTES],
+            block[t.ROW_NBYTES],
+            num_rows,
+            cols,
+            x,
+            cols * 4,
+            inputs,
+            y,
+            y_stride,
+            scratch,
+        ),
+    )
+
+
+@njit
+def linear_item(
+    base: int,
+    geometry: Any,
+    row: Any,
+    item: Any,
+    blocks: Any,
+    record: int,
+    x: int,
+    inputs: int,
+    scratch: int,
+) -> None:
+    """A chunk of rows of a LINEAR or LM_HEAD for all decode rows."""
+    block = blocks[item[t.BLOCK]]
+    address = block_address(base, geometry, block, record)
+    num_rows, first = item[t.NUM_ROWS], item[t.FIRST_ROW]
+    result = scratch + geometry[t.SCRATCH_OUTPUT]
+    stride = t.MAX_BLOCK_ROWS * 4
+    cols = row[t.COLS]
+    done = 0
+    while done < inputs:  # LM_HEAD may have more rows than fit one pass
+        together = min(inputs - done, t.MAX_DECODE_ROWS)
+        multiply_block(
+            block,
+            address,
+            item[t.ROW_IN_BLOCK],
+            num_rows,
+            cols,
+            x + done * cols * 4,
+            together,
+            result,
+            stride,
+            scratch,
+        )
+        for index in range(together):
+            out = base + row[t.OUTPUT] + ((done + index) * row[t.ROWS] + first) * 4
+            source = result + index * stride
+            for i in range(num_rows):
+                value = read_f32(source + 4 * i)
+                if row[t.BIAS] >= 0:
+                    value += read_f32(base + row[t.BIAS] + 4 * (first + i))
+                if row[t.EPILOGUE] == t.ADD:
+                    value += read_f32(out + 4 * i)
+                write_f32(out + 4 * i, value)
+        done += together
+
+
+@njit
+def gate_up_item(
+    base: int,
+    geometry: Any,
+    row: Any,
+    item: Any,
+    blocks: Any,
+    record: int,
+    x: int,
+    inputs: int,
+    scratch: int,
+) -> None:
+    """silu(gate) * up for a chunk of rows and all decode rows."""
+    num_rows, first, cols = item[t.NUM_ROWS], item[t.FIRST_ROW], row[t.COLS]
+    stride = t.MAX_BLOCK_ROWS * 4
+    gates = scratch + geometry[t.SCRATCH_OUTPUT]
+    ups = gates + t.MAX_DECODE_ROWS * stride
+    gate_block, up_block = blocks[item[t.BLOCK]], blocks[item[t.SECOND_BLOCK]]
+    multiply_block(
+        gate_block,
+        block_address(base, geometry, gate_block, record),
+        item[t.ROW_IN_BLOCK],
+        num_rows,
+        cols,
+        x,
+        inputs,
+        gates,
+        stride,
+        scratch,
+    )
+    multiply_block(
+        up_block,
+        block_address(base, geometry, up_block, record),
+        item[t.ROW_IN_BLOCK],
+        num_rows,
+        cols,
+        x,
+        inputs,
+        ups,
+        stride,
+        scratch,
+    )
+    for index in range(inputs):
+        out = base + row[t.OUTPUT] + (index * row[t.ROWS] + first) * 4
+        for i in range(num_rows):
+            gate = read_f32(gates + index * stride + 4 * i)
+            up = read_f32(ups + index * stride + 4 * i)
+            if row[t.BIAS] >= 0:
+                gate += read_f32(base + row[t.BIAS] + 4 * (first + i))
+                up += read_f32(base + row[t.BIAS] + 4 * (row[t.ROWS] + first + i))
+            write_f32(out + 4 * i, silu(gate) * up)
+
+
+@njit
+def cache_page(base: int, geometry: Any, layer: int, page: int, value: int, head: int) -> int:
+    """Address of one head's keys (value = 0) or values (1) of one page: [page tokens, head_dim]."""
+    head_nbytes = (
+        geometry[t.PAGE_TOKENS] * geometry[t.HEAD_DIM] * element_nbytes(geometry[t.KV_LAYOUT])
+    )
+    index = ((layer * geometry[t.NUM_PAGES] + page) * 2 + value) * geometry[t.NUM_KV_HEADS] + head
+    return base + geometry[t.KV] + index * head_nbytes
+
+
+@njit
+def page_of(geometry: Any, record: int, sequence: int, position: int) -> int:
+    entry = sequence * geometry[t.MAX_PAGES] + position // geometry[t.PAGE_TOKENS]
+    return read_i32(record + geometry[t.RECORD_PAGES] + 4 * entry)
+
+
+@njit
+def rotate_head(
+    base: int,
+    geometry: Any,
+    index: int,
+    source: int,
+    norm: int,
+    factor: float,
+    layout: int,
+    out: int,
+    scratch: int,
+) -> None:
+    """One head of a row: normalised where the family does so, rotated, scaled, stored."""
+    dim = geometry[t.HEAD_DIM]
+    if norm >= 0:
+        normalised = scratch + EXPAND_AT
+        eps = read_f32(base + geometry[t.NORM_EPS])
+        rms_norm(source, base + norm, LAYOUT_F32, normalised, dim, eps, scratch)
+        source = normalised
+    half = dim // 2
+    rotate(
+        source,
+        base + geometry[t.COS] + index * half * 4,
+        base + geometry[t.SIN] + index * half * 4,
+        dim,
+        geometry[t.ROPE_INTERLEAVED],
+        factor,
+        layout,
+        out,
+    )
+
+
+@njit
+def store_key_value(
+    base: int, geometry: Any, row: Any, record: int, index: int, head: int, scratch: int
+) -> None:
+    """Put a row's key (rotated) and value of one KV head into its cache page."""
+    dim, layout = geometry[t.HEAD_DIM], geometry[t.KV_LAYOUT]
+    heads, kv_heads = geometry[t.NUM_HEADS], geometry[t.NUM_KV_HEADS]
+    qkv = base + geometry[t.QKV] + index * (heads + 2 * kv_heads) * dim * 4
+    position = read_i32(record + geometry[t.RECORD_POSITIONS] + 4 * index)
+    sequence = read_i32(record + geometry[t.RECORD_SEQUENCES] + 4 * index)
+    page = page_of(geometry, record, sequence, position)
+    offset = (position % geometry[t.PAGE_TOKENS]) * dim * element_nbytes(layout)
+    rotate_head(
+        base,
+        geometry,
+        index,
+        qkv + (heads + head) * dim * 4,
+        row[t.K_NORM],
+        ONE,
+        layout,
+        cache_page(base, geometry, row[t.LAYER], page, 0, head) + offset,
+        scratch,
+    )
+    convert_row(
+        qkv + (heads + kv_heads + head) * dim * 4,
+        layout,
+        cache_page(base, geometry, row[t.LAYER], page, 1, head) + offset,
+        dim,
+    )
+
+
+@njit
+def attend(
+    base: int, geometry: Any, row: Any, record: int, index: int, head: int, scratch: int
+) -> None:
+    """Attention of one decode row for the query heads of one KV head, over its cached tokens."""
+    dim, layout = geometry[t.HEAD_DIM], geometry[t.KV_LAYOUT]
+    heads, kv_heads = geometry[t.NUM_HEADS], geometry[t.NUM_KV_HEADS]
+    grouped = heads // kv_heads
+    position = read_i32(record + geometry[t.RECORD_POSITIONS] + 4 * index)
+    sequence = read_i32(record + geometry[t.RECORD_SEQUENCES] + 4 * index)
+    start = max(0, position - row[t.WINDOW] + 1) if row[t.WINDOW] > 0 else 0
+    count = position + 1 - start
+    nbytes = element_nbytes(layout)
+    queries = scratch + EXPAND_AT + dim * 4  # rotate_head uses the first row behind EXPAND_AT
+    scores = scratch + geometry[t.SCRATCH_SCORES]
+    stride = geometry[t.CONTEXT] * 4
+    qkv = base + geometry[t.QKV] + index * (heads + 2 * kv_heads) * dim * 4
+    factor = ONE / np.float32(math.sqrt(np.float32(dim)))
+    for g in range(grouped):
+        rotate_head(
+            base,
+            geometry,
+            index,
+            qkv + (head * grouped + g) * dim * 4,
+            row[t.Q_NORM],
+            factor,
+            LAYOUT_F32,
+            queries + g * dim * 4,
+            scratch,
+        )
+    page_tokens = geometry[t.PAGE_TOKENS]
+    at = start
+    while at <= position:
+        inside = at % page_tokens
+        span = min(page_tokens - inside, position + 1 - at)
+        keys = cache_page(
+            base, geometry, row[t.LAYER], page_of(geometry, record, sequence, at), 0, head
+        )
+        _matvec(
+            layout,
+            0,
+            keys + inside * dim * nbytes,
+            dim * nbytes,
+            span,
+            dim,
+            queries,
+            dim * 4,
+            grouped,
+            scores + (at - start) * 4,
+            stride,
+            scratch,
+        )
+        at += span
+    width = heads * dim
+    for g in range(grouped):
+        total = soften(scores + g * stride, count)
+        out = base + row[t.OUTPUT] + (index * width + (head * grouped + g) * dim) * 4
+        for i in range(dim):
+            write_f32(out + 4 * i, ZERO)
+        at = start
+        while at <= position:
+            inside = at % page_tokens
+            span = min(page_tokens - inside, position + 1 - at)
+            values = cache_page(
+                base, geometry, row[t.LAYER], page_of(geometry, record, sequence, at), 1, head
+            )
+            weighted_sum(
+                layout,
+                values + inside * dim * nbytes,
+                dim * nbytes,
+                span,
+                dim,
+                scores + g * stride + (at - start) * 4,
+                out,
+            )
+            at += span
+        for i in range(dim):
+            write_f32(out + 4 * i, read_f32(out + 4 * i) / total)
+
+
+@njit
+def attention_item(
+    base: int, geometry: Any, row: Any, record: int, item: int, num_rows: int, scratch: int
+) -> None:
+    """One KV head of one row; of all rows in turn where they are tokens of one sequence."""
+    heads = row[t.ITEM_COUNT]
+    if record_i64(record, t.SAME_SEQUENCE) != 0:
+        head = row[t.ITEM_START] + item
+        for index in range(num_rows):
+            store_key_value(base, geometry, row, record, index, head, scratch)
+            attend(base, geometry, row, record, index, head, scratch)
+    else:
+        head, index = row[t.ITEM_START] + item % heads, item // heads
+        store_key_value(base, geometry, row, record, index, head, scratch)
+        attend(base, geometry, row, record, index, head, scratch)
+
+
+@njit
+def walk(
+    base: int,
+    geometry: Any,
+    instructions: Any,
+    items: Any,
+    blocks: Any,
+    record: int,
+    worker: int,
+    scratch: int,
+) -> int:
+    """Run a decode step on one worker. Returns 0, or the wait status that ended it early.
+
+    base: address of the arena; geometry, instructions, items, blocks: see `table.py`; record,
+    scratch: addresses.
+    """
+    step = record_i64(record, t.STEP)
+    num_rows = record_i64(record, t.NUM_DECODE)
+    num_logits = record_i64(record, t.NUM_LOGITS)
+    spin_ns = read_i64(base + geometry[t.SPIN_NS])
+    statistics = worker_at(base, geometry, worker)
+    for number in range(instructions.shape[0]):
+        row = instructions[number]
+        kind = row[t.KIND]
+        if kind == t.NORM:
+            continue
+        num_items = row[t.ITEM_COUNT]
+        if kind == t.ATTENTION and record_i64(record, t.SAME_SEQUENCE) == 0:
+            num_items *= num_rows
+        elif kind == t.EMBED:
+            num_items = 1
+        began = now_ns()
+        status = wait_inputs(base, geometry, row, record, spin_ns)
+        if status != WAIT_OK:
+            return status
+        start = now_ns()
+        waits = read_i64(statistics + 8 * t.WAIT_NS)
+        write_i64(statistics + 8 * t.WAIT_NS, waits + start - began)
+        ticket = ticket_at(base, geometry, row[t.ORDINAL])
+        inputs = num_logits if kind == t.LM_HEAD else num_rows
+        x = 0
+        waited = 0
+        worked = False
+        while True:
+            taken = claim(ticket, step, num_items)
+            if taken < 0:
+                break
+            worked = True
+            if kind == t.EMBED:
+                for index in range(num_rows):
+                    embed_row(base, geometry, row, blocks, record, index)
+            elif kind == t.ATTENTION:
+                attention_item(base, geometry, row, record, taken, num_rows, scratch)
+            else:
+                item = items[row[t.ITEM_START] + taken]
+                if x == 0:
+                    x = prepare_input(base, geometry, row, record, inputs, scratch)
+                late = wait_block(base, geometry, blocks[item[t.BLOCK]], record)
+                if kind == t.GATE_UP and late >= 0:
+                    more = wait_block(base, geometry, blocks[item[t.SECOND_BLOCK]], record)
+                    late = more if more < 0 else late + more
+                if late < 0:
+                    return 1
+                waited += late
+                if kind == t.GATE_UP:
+                    gate_up_item(base, geometry, row, item, blocks, record, x, inputs, scratch)
+                else:
+                    linear_item(base, geometry, row, item, blocks, record, x, inputs, scratch)
+            finish_item(base, geometry, row, record, num_items)
+        if worked:
+            note_span(base, geometry, worker, step, row[t.GROUP], start, now_ns(), waited)
+    return WAIT_OK
