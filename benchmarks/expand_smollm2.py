@@ -29,10 +29,16 @@ def unpacked(source: Path, folder: Path) -> Path:
 def expand(source: Path, out: Path) -> None:
     """Expand a Llama GGUF into `out`: safetensors in bfloat16, config, tokenizer."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     folder, name = str(source.parent), source.name
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
+    # Expanded in float32 and rounded once; by default the blocks would stay packed.
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )
     model.to(torch.bfloat16).save_pretrained(out)
     AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(out)
 
