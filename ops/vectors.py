@@ -3,8 +3,8 @@
 Whether a plain loop becomes vector code depends on the compiler's guesses about aliasing and loop
 lengths, and a block of 16 packed bytes is just what it unrolls into scalar code. Here a vector is a
 value like any other: loaded from an address (which may be unaligned), combined with the operators
-`+ * & | << >> -`, stored to an address. LLVM cuts the sixteen lanes into what the processor has. Products and sums are
-rounded one by one, never fused, so results are the same on every processor.
+`+ * & | << >> -`, stored to an address. LLVM cuts the sixteen lanes into what the processor has.
+Products and sums are rounded one by one, never fused, so every processor gives the same results.
 
 Scalars on the right of an operator are spread over the lanes. Byte arithmetic wraps.
 """
