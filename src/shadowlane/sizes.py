@@ -63,12 +63,12 @@ def format_size(nbytes: int) -> str:
         raise ValueError(f"nbytes must not be negative; got {nbytes}")
     if nbytes < KIB:
         return f"{nbytes} B"
-    value = float(nbytes)
-    unit = "B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
+    units = ["TiB", "GiB", "MiB", "KiB"]
+    unit = units.pop()
+    value = nbytes / KIB
+    while value >= 1023.95 and units:
+        unit = units.pop()
         value /= 1024
-        if value < 1023.95:
-            break
     digits = 0 if value >= 1000 else 1 if value >= 10 else 2
     return f"{value:.{digits}f} {unit}"
 

@@ -1,0 +1,31 @@
+# make run   installs into .venv if needed, then has the default model write under a small budget
+# make test  runs the tests;  make lint  checks style and types;  make clean  removes .venv
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PROMPT ?= In two sentences: why is the sky blue?
+
+.PHONY: run test lint clean
+.DELETE_ON_ERROR:
+
+run: $(STAMP)
+	$(BIN)/shadowlane run smollm2 --ram 64MiB --max-tokens 96 -p "$(PROMPT)"
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Made again only when what is to be installed has changed.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/shadowlane.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

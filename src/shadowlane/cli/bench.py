@@ -1,0 +1,95 @@
+"""`shadowlane bench`: prompt and decode speed over repetitions, in the form others publish."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from shadowlane.cli import options
+from shadowlane.cli.stages import Stages
+from shadowlane.models import DEFAULT_MODEL, resolve_model
+
+if TYPE_CHECKING:
+    from shadowlane import LLM
+    from shadowlane.report import BenchRow
+
+EPILOG = options.epilog(
+    "shadowlane bench smollm2",
+    "shadowlane bench ./llama-3b --ram 4 -pp 512 -tg 32 -r 3",
+    "shadowlane bench smollm2 --output json > result.json",
+)
+
+
+def bench(
+    model: options.ModelArgument = DEFAULT_MODEL,
+    prompt_tokens: Annotated[
+        int, options.option("-pp", "--pp", min=0, metavar="N", help="Tokens to read; 0 skips it.")
+    ] = 512,
+    decode_tokens: Annotated[
+        int, options.option("-tg", "--tg", min=0, metavar="N", help="Tokens to write; 0 skips it.")
+    ] = 128,
+    repetitions: Annotated[
+        int, options.option("-r", "--repetitions", min=1, metavar="N", help="Times to measure.")
+    ] = 5,
+    output: Annotated[
+        Literal["md", "json"], options.option("--output", "-o", help="Form of the result.")
+    ] = "md",
+    ram: options.Ram = None,
+    gpu_memory: options.GpuMemory = None,
+    ctx_size: options.CtxSize = None,
+    no_prefetch: options.NoPrefetch = False,
+    cpu_threads: options.CpuThreads = None,
+    cpu_workers: options.CpuWorkers = 1,
+    dtype: options.DtypeOption = None,
+) -> None:
+    """Measure tokens per second, mean ± standard deviation, after one uncounted repetition.
+
+    "pp" is the reading of a prompt of random tokens, "tg" the writing of tokens after a prompt of
+    one token, each measured for itself.
+    """
+    engine = options.EngineOptions(ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size)
+    if prompt_tokens == 0 and decode_tokens == 0:
+        raise ValueError("one of -pp and -tg must be above 0; got 0 and 0")
+    from shadowlane import report
+
+    rows: list[BenchRow] = []
+    with Stages() as stages:
+        path = resolve_model(model, stages)
+        with engine.open(path, not no_prefetch, stages) as llm:
+            if prompt_tokens:
+                speeds = _speeds(llm, prompt_tokens, 1, repetitions, stages)
+                rows.append(report.BenchRow(f"pp{prompt_tokens}", speeds))
+            if decode_tokens:
+                # The first token comes from the prompt, so one more makes `decode_tokens` steps.
+                speeds = _speeds(llm, 1, decode_tokens + 1, repetitions, stages)
+                rows.append(report.BenchRow(f"tg{decode_tokens}", speeds))
+            stats = llm.stats()
+    if output == "json":
+        print(json.dumps(report.bench_object(model, rows, stats)))
+    else:
+        print(report.bench_markdown(model, rows, stats))
+
+
+def _speeds(
+    llm: LLM, prompt_tokens: int, max_tokens: int, repetitions: int, stages: Stages
+) -> tuple[float, ...]:
+    """Tokens per second of each counted repetition: of the prompt if only one token is written."""
+    from shadowlane import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    figure = "prefill_tok_per_s" if max_tokens == 1 else "decode_tok_per_s"
+    name = f"pp{prompt_tokens}" if max_tokens == 1 else f"tg{max_tokens - 1}"
+    chance = random.Random(prompt_tokens)
+    speeds: list[float] = []
+    for repetition in range(repetitions + 1):
+        stages(f"measuring {name}", repetition / (repetitions + 1))
+        # A new prompt each time: a kept KV cache would make the second reading free.
+        prompt = [chance.randrange(llm.vocab_size) for _ in range(prompt_tokens)]
+        with closing(llm.stream(prompt, params)) as chunks:
+            for _ in chunks:
+                pass
+        if repetition:  # the first one warms caches and is not counted
+            speeds.append(llm.stats()[figure])
+    return tuple(speeds)

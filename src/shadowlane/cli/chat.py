@@ -1,0 +1,130 @@
+"""`shadowlane chat`: a conversation that keeps its KV cache: a turn costs only its own tokens."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from shadowlane.cli import options
+from shadowlane.cli.errors import exit_code, report_error
+from shadowlane.cli.stages import Stages
+from shadowlane.models import DEFAULT_MODEL, resolve_model
+
+if TYPE_CHECKING:
+    from shadowlane import LLM, SamplingParams
+
+EPILOG = options.epilog(
+    "shadowlane chat",
+    "shadowlane chat smollm2 --ram 128MiB --temp 0.7",
+    "shadowlane chat org/name --ctx-size 4096",
+)
+
+HELP = """\
+/clear   forget the conversation
+/exit    leave (also Ctrl-D)
+/help    this list
+Ctrl-C   stop the answer, not the program"""
+
+
+def chat(
+    model: options.ModelArgument = DEFAULT_MODEL,
+    max_tokens: options.MaxTokens = 1024,
+    ram: options.Ram = None,
+    gpu_memory: options.GpuMemory = None,
+    ctx_size: options.CtxSize = None,
+    no_prefetch: options.NoPrefetch = False,
+    cpu_threads: options.CpuThreads = None,
+    cpu_workers: options.CpuWorkers = 1,
+    dtype: options.DtypeOption = None,
+    temp: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repeat_penalty: options.RepeatPenalty = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+) -> None:
+    """Talk with a model that has a chat template.
+
+    Ctrl-C stops the answer and keeps the conversation. /clear forgets it, /exit leaves.
+    """
+    engine = options.EngineOptions(ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size)
+    params = options.sampling_params(
+        max_tokens,
+        temperature=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        seed=seed,
+        stop=stop,
+    )
+    with Stages() as stages:
+        path = resolve_model(model, stages)
+        with engine.open(path, not no_prefetch, stages) as llm:
+            stages.stop()
+            if not llm.has_chat_template:
+                raise ValueError(f"chat needs a model with a chat template; {model} has none")
+            _talk(llm, params)
+
+
+def _talk(llm: LLM, params: SamplingParams) -> None:
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401  (gives input() editing and history)
+
+        print("/help lists the commands, Ctrl-D leaves.", file=sys.stderr)
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            line = input("> " if is_terminal else "").strip()
+        except EOFError:
+            if is_terminal:
+                print()
+            return
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            print("\n(/exit or Ctrl-D leaves)", file=sys.stderr)
+            continue
+        if line in ("/exit", "/quit"):
+            return
+        if line == "/clear":
+            messages.clear()
+            print("The conversation is forgotten.", file=sys.stderr)
+        elif line == "/help":
+            print(HELP, file=sys.stderr)
+        elif line.startswith("/"):
+            print(f"There is no command {line.split()[0]}; /help lists them.", file=sys.stderr)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            try:
+                answer = _answer(llm, messages, params)
+            except Exception as error:
+                # A turn that does not fit, or a lane that died, costs that turn. A script that
+                # feeds us must see it, a person can go on.
+                if not is_terminal or exit_code(error) == 1:
+                    raise
+                report_error(error)
+                messages.pop()
+                continue
+            messages.append({"role": "assistant", "content": answer})
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
+    """Streams one answer to standard output; after Ctrl-C, what was written so far."""
+    written: list[str] = []
+    chunks = llm.stream_chat(messages, params)
+    try:
+        with closing(chunks), Stages() as stages:
+            stages("reading")
+            for chunk in chunks:
+                stages.stop()
+                written.append(chunk.text)
+                sys.stdout.write(chunk.text)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(" (stopped)", end="", file=sys.stderr, flush=True)
+    print(flush=True)
+    return "".join(written)

@@ -1,0 +1,119 @@
+"""How a command ends: one line and exit code 2 for what a person can mend, never a traceback.
+
+| code | when |
+|---|---|
+| 0 | done |
+| 1 | a fault of Shadowlane itself (or the reader of a pipe went away) |
+| 2 | bad argument, bad file, no room, no network, Ray did not start or a lane died |
+| 130, 143 | interrupted by Ctrl-C, ended by SIGTERM |
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
+
+from shadowlane.ops.errors import ModelError
+
+
+class OneLineErrors(TyperGroup):
+    """The command group, with every error printed as one `error:` line on standard error."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, False, **extra)
+        try:
+            with _termination_unwinds():
+                code = super().main(args, prog_name, complete_var, False, **extra)
+        except Exception as error:
+            code = report_error(error)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def report_error(error: BaseException) -> int:
+    """Prints `error` as one line and returns the exit code that belongs to it."""
+    if os.environ.get("SHADOWLANE_DEBUG") == "1":
+        traceback.print_exception(error)
+    error = _cause(error)
+    code = exit_code(error)
+    message = one_line(error)
+    if code == 1:
+        message = f"a fault in shadowlane, {type(error).__name__}: {message}"
+        message += " (SHADOWLANE_DEBUG=1 shows where)"
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def exit_code(error: BaseException) -> int:
+    expected = (ModelError, ValueError, OSError, MemoryError, ImportError, TyperException)
+    return 2 if isinstance(error, expected) or _is_from_ray(error) else 1
+
+
+def one_line(error: BaseException) -> str:
+    """What `error` says, without line breaks, error numbers or Ray's collected tracebacks."""
+    if isinstance(error, TyperException):
+        context = getattr(error, "ctx", None)
+        hint = f" (see {context.command_path} --help)" if context is not None else ""
+        return " ".join(error.format_message().split()).rstrip(".") + hint
+    if isinstance(error, UnicodeDecodeError):
+        return f"text must be UTF-8; {error.reason} at byte {error.start}"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.strerror}: {os.fsdecode(error.filename)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, MemoryError) and not str(error):
+        return "out of memory"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # Ray's messages go on for pages; their first line says what happened.
+    return lines[0] if _is_from_ray(error) else " ".join(lines)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The exception a remote function raised, out of the one that Ray carried it home in."""
+    while _is_from_ray(error) and isinstance(cause := getattr(error, "cause", None), BaseException):
+        error = cause
+    return error
+
+
+def _is_from_ray(error: BaseException) -> bool:
+    # By name, since importing ray to ask would cost more than the command.
+    return any(kind.__module__.partition(".")[0] == "ray" for kind in type(error).__mro__)
+
+
+@contextmanager
+def _termination_unwinds() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that engines are closed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

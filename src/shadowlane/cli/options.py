@@ -1,0 +1,232 @@
+"""The options that several commands share, declared once: flag, environment variable, help."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from shadowlane.models import DEFAULT_MODEL
+from shadowlane.sizes import parse_size
+
+if TYPE_CHECKING:
+    from shadowlane import LLM, SamplingParams
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+ENVIRONMENT_NOTE = (
+    "Each option can also be set in the environment: [bold]--cpu-threads 4[/bold] is "
+    "[bold]SHADOWLANE_CPU_THREADS=4[/bold]."
+)
+
+
+def option(*names: str, help: str, **settings: Any) -> Any:
+    """A typer option whose environment variable follows from its long name."""
+    long_name = max(names, key=len)
+    variable = "SHADOWLANE_" + long_name.lstrip("-").replace("-", "_").upper()
+    return typer.Option(*names, help=help, envvar=variable, show_envvar=False, **settings)
+
+
+def epilog(*examples: str) -> str:
+    """The end of a command's help: examples that can be pasted, one per line."""
+    lines = "\n\n".join(f"  [cyan]{example}[/cyan]" for example in examples)
+    return f"[bold]Examples[/bold]\n\n{lines}\n\n{ENVIRONMENT_NOTE}"
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        envvar="SHADOWLANE_MODEL",
+        show_envvar=False,
+        help=f"{DEFAULT_MODEL}, a directory, a .gguf file, or a Hugging Face id such as org/name.",
+    ),
+]
+
+_MEMORY = "Memory"
+_COMPUTE = "Compute"
+_SAMPLING = "Sampling"
+
+Ram = Annotated[
+    str | None,
+    option(
+        "--ram",
+        metavar="SIZE",
+        help="Most RAM for weights, KV cache and scratch: 6, 6GiB, 512MiB, 1.5GB (a bare number is "
+        "GiB). The rest streams from disk. Default: what is free, less a headroom.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+GpuMemory = Annotated[
+    str | None,
+    option(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="Most VRAM to use. There is no GPU lane yet, so only 0 is accepted.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+CtxSize = Annotated[
+    int | None,
+    option(
+        "--ctx-size",
+        min=1,
+        metavar="TOKENS",
+        help="Tokens of context to hold. Default: the model's, or less if the budget is short.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+NoPrefetch = Annotated[
+    bool,
+    option(
+        "--no-prefetch",
+        help="Read a block only when it is needed. Slower; the tokens are the same.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+CpuThreads = Annotated[
+    int | None,
+    option(
+        "--cpu-threads",
+        min=1,
+        metavar="N",
+        help="Threads of each compute lane. Default: one per core that is ours to use.",
+        rich_help_panel=_COMPUTE,
+    ),
+]
+CpuWorkers = Annotated[
+    int,
+    option(
+        "--cpu-workers",
+        min=1,
+        metavar="N",
+        help="Compute lanes, each with its own cores, that share the rows of every group.",
+        rich_help_panel=_COMPUTE,
+    ),
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    option(
+        "--dtype",
+        help="Number format of activations and KV cache. Default: the model's.",
+        rich_help_panel=_COMPUTE,
+    ),
+]
+
+MaxTokens = Annotated[
+    int,
+    option("--max-tokens", "-n", min=1, metavar="N", help="Most tokens to write."),
+]
+Temperature = Annotated[
+    float | None,
+    option(
+        "--temp",
+        metavar="T",
+        help="Temperature; 0 always takes the likeliest token.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+TopK = Annotated[
+    int | None,
+    option("--top-k", metavar="K", help="Keep the K likeliest tokens.", rich_help_panel=_SAMPLING),
+]
+TopP = Annotated[
+    float | None,
+    option(
+        "--top-p",
+        metavar="P",
+        help="Keep the likeliest tokens that together reach probability P.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+MinP = Annotated[
+    float | None,
+    option(
+        "--min-p",
+        metavar="P",
+        help="Drop tokens less likely than P times the likeliest.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+RepeatPenalty = Annotated[
+    float | None,
+    option(
+        "--repeat-penalty",
+        metavar="X",
+        help="Above 1 makes tokens that occurred before less likely.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    option("--seed", metavar="N", help="Makes sampling repeatable.", rich_help_panel=_SAMPLING),
+]
+Stop = Annotated[
+    list[str] | None,
+    # Its environment variable is read below: typer would split the value at every space.
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        help="End before this text; may be given several times (SHADOWLANE_STOP: one per line).",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+JsonOutput = Annotated[
+    bool, option("--json", help="Print one JSON object on standard output instead of text.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What the command line says about placement, checked as far as it can be without a model."""
+
+    ram: str | None = None
+    gpu_memory: str | None = None
+    cpu_threads: int | None = None
+    cpu_workers: int = 1
+    dtype: str | None = None
+    ctx_size: int | None = None
+
+    def __post_init__(self) -> None:
+        self.ram_nbytes()
+        if self.gpu_memory is not None and self.gpu_memory.strip() != "0":
+            nbytes = parse_size(self.gpu_memory, "--gpu-memory")
+            raise ValueError(
+                f"--gpu-memory must be 0 while there is no GPU lane; got {nbytes} bytes"
+            )
+
+    def ram_nbytes(self) -> int | None:
+        return None if self.ram is None else parse_size(self.ram, "--ram")
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments that `LLM` and `plan_model` both take."""
+        return {
+            "ram": self.ram_nbytes(),
+            "cpu_threads": self.cpu_threads,
+            "cpu_workers": self.cpu_workers,
+            "dtype": self.dtype,
+            "ctx_size": self.ctx_size,
+        }
+
+    def open(
+        self, path: Path, prefetch: bool, progress: Callable[[str, float | None], None]
+    ) -> LLM:
+        """Starts the engine on the model at `path`. Raises ModelError, ValueError, OSError."""
+        from shadowlane.llm import LLM
+
+        return LLM(path, **self.arguments(), prefetch=prefetch, progress=progress)
+
+
+def sampling_params(max_tokens: int, stop: list[str] | None, **given: Any) -> SamplingParams:
+    """Sampling parameters with the library's default for whatever was not given."""
+    from shadowlane import SamplingParams
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    stop = stop or os.environ.get("SHADOWLANE_STOP", "").splitlines()
+    if stop:
+        chosen["stop"] = tuple(stop)
+    return SamplingParams(max_tokens=max_tokens, **chosen)

@@ -1,0 +1,35 @@
+"""`shadowlane profile`: measure this machine with this model again."""
+
+from __future__ import annotations
+
+import json
+
+from shadowlane.cli import options
+from shadowlane.cli.stages import Stages
+from shadowlane.models import DEFAULT_MODEL, resolve_model
+
+EPILOG = options.epilog("shadowlane profile smollm2", "shadowlane profile ./llama-3b --json")
+
+
+def profile(
+    model: options.ModelArgument = DEFAULT_MODEL, json_output: options.JsonOutput = False
+) -> None:
+    """Measure operators, memory and disk, and keep the figures for later plans.
+
+    Happens by itself before the first run of a model; do it again after changing hardware, or when
+    something else kept the machine busy the first time.
+    """
+    with Stages() as stages:
+        path = resolve_model(model, stages)
+        stages("measuring")
+        from shadowlane.llm import profile_model
+
+        measured = profile_model(path, refresh=True, progress=stages)
+    if json_output:
+        print(json.dumps(measured))
+        return
+    from rich.console import Console
+
+    from shadowlane import report
+
+    Console(highlight=False).print(report.tree(measured))
