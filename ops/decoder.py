@@ -37,7 +37,7 @@ GroupKind = Literal["embed", "qkv", "attn", "o", "gate_up", "down", "lm_head"]
 
 # A bias or a norm that the files hold takes part in the sums of the model they were made for;
 # leaving it out because the configuration does not mention it would change the result.
-_TAKES_PART = re.compile(r"(model\.|lm_head\.).*(\.bias|norm\.weight)")
+_TAKES_PART = re.compile(r"(model|lm_head)\b.*(\.bias|norm\.weight)")
 _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.")
 
 

@@ -1,7 +1,7 @@
 """Rotary position embedding: which angle each pair of a head's dimensions turns by per position.
 
 The formulas are those of transformers' `modeling_rope_utils` (5.24), computed in numpy so that a
-lane needs no torch to fill its tables. They agree to the last bit or one unit beside it: powers are
+lane needs no torch to fill its tables. They agree to the last bit or a unit beside it: powers are
 taken in float64 and rounded once, everything after that follows torch's order of float32 steps.
 """
 

