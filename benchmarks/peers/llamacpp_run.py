@@ -13,6 +13,19 @@ from typing import Any
 from report import Marks, arguments, prompt_ids, report
 
 
+def configure(params: ctypes.Structure, **values: int) -> None:
+    """Set fields of a C structure that exist.
+
+    NOTE: ctypes takes any attribute without a word; a field that a newer version has renamed would
+    leave its default in force, and the table would name a setting that was never made.
+    """
+    fields = {name for name, *_ in params._fields_}
+    for name, value in values.items():
+        if name not in fields:
+            raise ValueError(f"{type(params).__name__} must have a field {name}; it has none")
+        setattr(params, name, value)
+
+
 def largest_logit(lib: Any, context: Any, vocab: int) -> int:
     import numpy as np
 
@@ -56,15 +69,20 @@ def main() -> None:
     lib.llama_backend_init()
     began = time.monotonic()
     model_params = lib.llama_model_default_params()
-    model_params.use_mmap = given.mmap
-    model_params.n_gpu_layers = 0
+    load_modes = {True: lib.LLAMA_LOAD_MODE_MMAP, False: lib.LLAMA_LOAD_MODE_NONE}
+    configure(model_params, load_mode=load_modes[given.mmap], n_gpu_layers=0)
     model = lib.llama_model_load_from_file(given.model.encode(), model_params)
     if not model:
         raise SystemExit(f"error: llama.cpp could not load {given.model}")
     context_params = lib.llama_context_default_params()
-    context_params.n_ctx = given.prompt_tokens + given.new_tokens
-    context_params.n_batch = context_params.n_ubatch = given.batch
-    context_params.n_threads = context_params.n_threads_batch = given.threads
+    configure(
+        context_params,
+        n_ctx=given.prompt_tokens + given.new_tokens,
+        n_batch=given.batch,
+        n_ubatch=given.batch,
+        n_threads=given.threads,
+        n_threads_batch=given.threads,
+    )
     context = lib.llama_init_from_model(model, context_params)
     if not context:
         raise SystemExit("error: llama.cpp could not make a context")
