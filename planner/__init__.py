@@ -1,1 +1,9 @@
-"""Decisions only, pure: what lives where, which lane does what, and when to change it."""
+"""Decisions only, pure: what lives where, which lane does what, and when to change it.
+
+catalog    what there is to place          profile, cost   what it takes, measured or assumed
+placement  a plan as data                  search          finding one (spread, context: its parts)
+program    what each lane does in a step   validate        the proof that programs fit and run
+simulate   the predicted timeline          bounds          what no plan can beat
+events     what goes in and comes out      shadow          the state that follows a running engine
+explain    a plan in rows
+"""

@@ -72,6 +72,10 @@ class CostModel:
         """Whether predictions stand on any measurement."""
         return self.profile is not None
 
+    @property
+    def disk_drift(self) -> float:
+        return self.drift.get(DISK_LANE, 1.0)
+
     def with_drift(self, drift: Mapping[str, float]) -> CostModel:
         """The same profile under these multipliers (they replace, not multiply, the old ones)."""
         return CostModel(self.profile, drift, self.depth)
@@ -119,7 +123,7 @@ class CostModel:
         read_s = 1.0 / self.disk_bytes_per_s(block_nbytes or catalog.slot_nbytes, contended=True)
         return CostTable(
             full_s=full_s,
-            read_s_per_byte=read_s * self.drift.get(DISK_LANE, 1.0),
+            read_s_per_byte=read_s * self.disk_drift,
             gather_s=_or(self._known.gather_s, ASSUMED_GATHER_S) * workload.rows,
             instruction_s=_or(self._known.instruction_s, ASSUMED_INSTRUCTION_S),
             step_s=_or(self._known.step_s, ASSUMED_STEP_S),

@@ -1,0 +1,106 @@
+"""How long a context the budget can hold, and the sum that is named when it cannot.
+
+A context that was asked for is kept, or the plan is infeasible. The default is min(what the model
+allows, 4096 tokens) and may shrink, by whole pages, in this order:
+
+1. If the weights fit beside it, it stays.
+2. If they fit beside a context of at least a quarter of it (and 512 tokens), it shrinks just that
+   far: reading nothing from disk is worth more than the tail of a default.
+3. Otherwise weights will stream. KV may then take a quarter of the budget, but 512 tokens at least.
+4. If not even 512 tokens fit beside the smallest ring, whatever does: at least a page per sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.placement import InfeasiblePlan, Request, whole_pages
+
+DEFAULT_CONTEXT = 4096
+LEAST_DEFAULT = 512
+KV_PART = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    tokens: int  # per sequence
+    pages: int  # over all sequences
+    kv_nbytes: int
+    notes: tuple[str, ...]
+
+
+def choose_context(
+    catalog: Catalog, request: Request, least_weights: tuple[int, int, int]
+) -> Context:
+    """least_weights: bytes of all weights in RAM, of the pinned ones, of the smallest ring.
+
+    Raises InfeasiblePlan; ValueError if more context is asked for than the model allows.
+    """
+    everything, pinned, ring = least_weights
+    constants, scratch = whole_pages(catalog.constants_nbytes), whole_pages(catalog.scratch_nbytes)
+    room = request.ram - constants - scratch
+    smallest = min(everything, pinned + ring)
+    asked = request.context
+    if asked is not None:
+        if asked > catalog.max_context:
+            raise ValueError(
+                f"context must be at most {catalog.max_context} tokens for this model; got {asked}"
+            )
+        context = _context(catalog, request, asked, ())
+        if context.kv_nbytes + smallest > room:
+            raise _infeasible(catalog, request, context, least_weights)
+        return context
+    default = min(catalog.max_context, DEFAULT_CONTEXT)
+    whole = _context(catalog, request, default, ())
+    if everything + whole.kv_nbytes <= room:
+        return whole
+    fitting = min(default, _tokens_in(catalog, request, room - everything))
+    if fitting >= min(default, max(LEAST_DEFAULT, default // KV_PART)):
+        reason = "so that all weights stay in RAM"
+    else:
+        quarter = _tokens_in(catalog, request, request.ram // KV_PART)
+        possible = _tokens_in(catalog, request, room - smallest)
+        fitting = min(default, max(quarter, LEAST_DEFAULT), possible)
+        reason = "to leave RAM to weights"
+        if fitting < min(default, catalog.page_tokens):
+            page = _context(catalog, request, min(default, catalog.page_tokens), ())
+            raise _infeasible(catalog, request, page, least_weights)
+    if fitting >= default:
+        return whole
+    note = (
+        f"context is {fitting} tokens instead of {default}, {reason}; "
+        f"ask for a context to have more"
+    )
+    return _context(catalog, request, fitting, (note,))
+
+
+def _context(catalog: Catalog, request: Request, tokens: int, notes: tuple[str, ...]) -> Context:
+    pages = -(-tokens // catalog.page_tokens) * request.max_batch
+    return Context(tokens, pages, whole_pages(pages * catalog.page_nbytes), notes)
+
+
+def _tokens_in(catalog: Catalog, request: Request, nbytes: int) -> int:
+    """Tokens per sequence, whole pages, whose KV takes at most `nbytes` (itself whole pages)."""
+    usable = max(0, nbytes) // 4096 * 4096
+    pages = usable // max(1, catalog.page_nbytes) // request.max_batch
+    return pages * catalog.page_tokens
+
+
+def _infeasible(
+    catalog: Catalog, request: Request, context: Context, least_weights: tuple[int, int, int]
+) -> InfeasiblePlan:
+    everything, pinned, ring = least_weights
+    sequences = f" of {request.max_batch} sequences" if request.max_batch > 1 else ""
+    parts = {
+        "constants": whole_pages(catalog.constants_nbytes),
+        f"KV for {context.tokens} tokens{sequences}": context.kv_nbytes,
+        "scratch": whole_pages(catalog.scratch_nbytes),
+    }
+    if everything < pinned + ring:
+        parts["weights"] = everything
+    else:
+        if pinned:
+            parts["pinned weights"] = pinned
+        parts[f"{ring // max(1, catalog.slot_nbytes)} slots"] = ring
+    return InfeasiblePlan("this does not fit", parts, request.ram)

@@ -1,0 +1,103 @@
+"""A plan in rows, as plain data: where each group goes and why, predicted bytes and speeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shadowlane.planner.bounds import bounds
+from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.cost import CostModel, Workload
+from shadowlane.planner.placement import Placement
+from shadowlane.planner.simulate import simulate
+
+PREFILL_ROWS = 256
+WHY = {
+    "all resident": "everything fits the budget",
+    "pinned": "all that was not asked to stream fits the budget",
+    "spread": "what stays is spread evenly over the step, by bytes, so the disk reads steadily",
+    "spread by time": "what stays is spread over the step by compute time: reads stay steady",
+    "spread groups": "whole groups stay, spread evenly over the step",
+    "first layers": "the first layers stay; no spread was predicted faster",
+    "last layers": "the last layers stay; no spread was predicted faster",
+}
+
+
+def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict[str, Any]:
+    """JSON-able. Bytes are exact; seconds are predicted, `measured` says from what."""
+    decode = simulate(catalog, placement, cost)
+    # A prompt's chunk; its mean row attends to half of it.
+    chunk = Workload("prefill", PREFILL_ROWS, PREFILL_ROWS // 2)
+    prefill = simulate(catalog, placement, cost, workload=chunk)
+    least = bounds(catalog, placement, cost)
+    shares_of_step = {
+        lane: round(100 * min(1.0, busy / decode.step_s), 1) if decode.step_s else 0.0
+        for lane, busy in decode.busy_s.items()
+    }
+    strategy = placement.strategy.split(",")[0]
+    return {
+        "placement_id": placement.placement_id,
+        "strategy": placement.strategy,
+        "why": WHY[strategy],
+        "measured": cost.measured,
+        "unmeasured": list(cost.unmeasured(catalog, placement.lanes)),
+        "budget": {"ram": placement.ram},
+        "bytes": {
+            "weights": placement.weights_nbytes,
+            "slots": placement.slots_nbytes,
+            "kv": placement.kv_nbytes,
+            "scratch": placement.scratch_nbytes,
+            "constants": placement.constants_nbytes,
+            "total": placement.total_nbytes,
+        },
+        "tiers": {
+            "ram": placement.weights_nbytes,
+            "disk": sum(b.held_nbytes for b in catalog.blocks if not placement.resident[b.index]),
+        },
+        "read_nbytes_per_step": placement.read_nbytes_per_step,
+        "num_slots": placement.num_slots,
+        "context_tokens": placement.context_tokens,
+        "kv_pages": placement.kv_pages,
+        "predicted": {
+            "decode_step_s": decode.step_s,
+            "decode_tok_per_s": 1 / decode.step_s if decode.step_s else None,
+            "first_step_s": decode.first_step_s,
+            "prefill_tok_per_s": PREFILL_ROWS / prefill.step_s if prefill.step_s else None,
+            "bottleneck": decode.bottleneck,
+            "busy_pct": shares_of_step,
+            "resource_bound_s": least.resource_s,
+            "resource": least.resource,
+            "critical_path_bound_s": least.critical_path_s,
+        },
+        "groups": [_row(catalog, placement, group) for group in catalog.groups],
+        "notes": list(placement.notes),
+    }
+
+
+def _row(catalog: Catalog, placement: Placement, group: Group) -> dict[str, Any]:
+    held = sum(catalog.blocks[i].held_nbytes for i in group.blocks)
+    kept = sum(catalog.blocks[i].held_nbytes for i in group.blocks if placement.resident[i])
+    if not group.blocks:
+        tied = "rows of lm_head are gathered" if group.kind == "embed" else "keys and values in RAM"
+        why = tied
+    elif kept == held:
+        why = "stays in RAM"
+    elif group.kind == "embed":
+        why = "rows are gathered from disk, a few KiB per token: it gets RAM last"
+    elif kept:
+        why = "part stays, part streams each step"
+    else:
+        why = "streams each step"
+    return {
+        "group": group.name,
+        "kind": group.kind,
+        "layout": group.layout,
+        "nbytes": held,
+        "ram_nbytes": kept,
+        "disk_nbytes": held - kept,
+        "lanes": {
+            share.lane: [share.first_unit, share.last_unit]
+            for share in placement.shares[group.name]
+        },
+        "units": group.units,
+        "why": why,
+    }

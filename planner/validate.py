@@ -1,0 +1,198 @@
+"""Are these programs those of this placement, and can they run for ever without waiting for ever?
+
+The first half compares program and placement; the second runs three steps on counters alone. A
+lane's next instruction depends on nothing but counters, and counters only grow, so the order in
+which the lanes are tried cannot change whether they get through: one order proves it for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.placement import DISK_LANE, Placement
+from shadowlane.planner.program import ComputeInstruction, Program, Read, Wait
+
+COUNTER_MASK = 0xFFFFFFFF
+
+
+class InconsistentPrograms(Exception):
+    """A bug of the planner; the text tells the story of the lane or block concerned."""
+
+
+def is_reached(value: int, wanted: int) -> bool:
+    """Whether the cyclic 32-bit counter `value` has come to `wanted` (both taken modulo 2**32)."""
+    return (value - wanted) & COUNTER_MASK < 1 << 31
+
+
+def validate(
+    catalog: Catalog,
+    placement: Placement,
+    programs: Mapping[str, Program],
+    *,
+    steps: int = 3,
+    first_counter: int = COUNTER_MASK - 5,
+) -> None:
+    """Raises InconsistentPrograms; counters start at `first_counter`, by default near the wrap."""
+    expected = {lane.name for lane in placement.lanes} | {DISK_LANE}
+    if set(programs) != expected:
+        raise InconsistentPrograms(f"programs for {sorted(programs)}; lanes {sorted(expected)}")
+    _check_waits(programs)
+    _check_units(catalog, programs)
+    _check_dependencies(catalog, placement, programs)
+    _check_reads(catalog, placement, programs)
+    _run_counters(placement, programs, steps, first_counter)
+
+
+def compute_instructions(program: Program) -> tuple[ComputeInstruction, ...]:
+    return tuple(each for each in program.instructions if isinstance(each, ComputeInstruction))
+
+
+def reads(program: Program) -> tuple[Read, ...]:
+    return tuple(each for each in program.instructions if isinstance(each, Read))
+
+
+def _check_waits(programs: Mapping[str, Program]) -> None:
+    for name, program in programs.items():
+        for position, instruction in enumerate(program.instructions):
+            if isinstance(instruction, Read) != (name == DISK_LANE):
+                raise InconsistentPrograms(
+                    f"{name}[{position}] is not for this lane: {instruction}"
+                )
+            waits = instruction.consumers if isinstance(instruction, Read) else instruction.waits
+            for wait in waits:
+                length = len(programs[wait.lane].instructions) if wait.lane in programs else 0
+                if not 1 <= wait.rel <= length:
+                    raise InconsistentPrograms(
+                        f"{name}[{position}] {instruction} waits for {wait}, never produced: "
+                        f"{wait.lane} has {length} instructions"
+                    )
+
+
+def _check_units(catalog: Catalog, programs: Mapping[str, Program]) -> None:
+    computed: dict[str, list[tuple[int, int, str]]] = {group.name: [] for group in catalog.groups}
+    for name, program in programs.items():
+        for each in compute_instructions(program):
+            computed[each.group].append((each.first_unit, each.last_unit, name))
+    for group in catalog.groups:
+        position = 0
+        for first, last, name in sorted(computed[group.name]):
+            if first != position or last <= first:
+                raise InconsistentPrograms(
+                    f"{group.name}: {name} computes units {first}..{last}, expected from {position}"
+                )
+            position = last
+        if position != group.units:
+            raise InconsistentPrograms(
+                f"{group.name}: units {position}..{group.units} are computed by nobody"
+            )
+
+
+def _check_dependencies(
+    catalog: Catalog, placement: Placement, programs: Mapping[str, Program]
+) -> None:
+    order = {group.name: index for index, group in enumerate(catalog.groups)}
+    ordinals = {block: ordinal for ordinal, block in enumerate(placement.sweep)}
+    done_at: dict[tuple[str, str], int] = {}  # lane, group -> instructions when it is done
+    for name, program in programs.items():
+        for position, each in enumerate(compute_instructions(program)):
+            done_at[name, each.group] = position + 1
+    for name, program in programs.items():
+        waited: dict[str, int] = {}
+        last_index = 0
+        for position, each in enumerate(compute_instructions(program)):
+            for wait in each.waits:
+                waited[wait.lane] = max(wait.rel, waited.get(wait.lane, 0))
+            index = order[each.group]
+            story = f"{name}[{position}] {each}"
+            if index < last_index:
+                raise InconsistentPrograms(f"{story} comes after {catalog.groups[last_index].name}")
+            last_index = index
+            if index:
+                before = catalog.groups[index - 1].name
+                for peer in programs:
+                    needed = done_at.get((peer, before), 0)
+                    if peer != name and waited.get(peer, 0) < needed:
+                        raise InconsistentPrograms(
+                            f"{story} does not wait for {peer}, which has part of {before}"
+                        )
+            for block_index in catalog.groups[index].blocks:
+                block = catalog.blocks[block_index]
+                used = block.first_unit < each.last_unit and block.last_unit > each.first_unit
+                ordinal = ordinals.get(block_index)
+                if used and ordinal is not None and waited.get(DISK_LANE, 0) <= ordinal:
+                    raise InconsistentPrograms(
+                        f"{story} does not wait for block {block_index}, read {ordinal}"
+                    )
+
+
+def _check_reads(catalog: Catalog, placement: Placement, programs: Mapping[str, Program]) -> None:
+    disk = reads(programs[DISK_LANE])
+    if tuple(each.block for each in disk) != placement.sweep:
+        raise InconsistentPrograms("the disk lane does not read the sweep in its order")
+    used_until: dict[int, dict[str, int]] = {each.block: {} for each in disk}
+    groups = {group.name: group for group in catalog.groups}
+    for name, program in programs.items():
+        for position, each in enumerate(compute_instructions(program)):
+            for index in groups[each.group].blocks:
+                block = catalog.blocks[index]
+                used = block.first_unit < each.last_unit and block.last_unit > each.first_unit
+                if used and index in used_until:
+                    used_until[index][name] = position + 1
+    for ordinal, read in enumerate(disk):
+        if read.ordinal != ordinal:
+            raise InconsistentPrograms(f"{read} is at {ordinal} of the sweep")
+        if {wait.lane: wait.rel for wait in read.consumers} != used_until[read.block]:
+            raise InconsistentPrograms(
+                f"{read}: its slot would be freed at the wrong time; used until "
+                f"{used_until[read.block]}"
+            )
+
+
+def _run_counters(
+    placement: Placement, programs: Mapping[str, Program], steps: int, first_counter: int
+) -> None:
+    compute = [lane.name for lane in placement.lanes]
+    counters = dict.fromkeys(programs, first_counter & COUNTER_MASK)
+    start = dict(counters)
+    retired = dict.fromkeys(programs, 0)
+    lengths = {name: len(program.instructions) for name, program in programs.items()}
+
+    def is_passed(wait: Wait, step: int) -> bool:
+        base = start[wait.lane] + step * lengths[wait.lane]
+        return is_reached(counters[wait.lane], base + wait.rel)
+
+    def can_retire(name: str) -> bool:
+        step, position = divmod(retired[name], lengths[name])
+        if step >= steps:
+            return False
+        instruction = programs[name].instructions[position]
+        if isinstance(instruction, Read):
+            overwritten = retired[name] - placement.num_slots
+            if overwritten < 0:
+                return True
+            old_step, old_position = divmod(overwritten, lengths[name])
+            old = programs[name].instructions[old_position]
+            assert isinstance(old, Read)
+            return all(is_passed(wait, old_step) for wait in old.consumers)
+        if any(retired[peer] < step * lengths[peer] for peer in compute):
+            return False  # a step is filled only when all compute lanes are through the last one
+        return all(is_passed(wait, step) for wait in instruction.waits)
+
+    names = [name for name in programs if lengths[name]]
+    progressed = True
+    while progressed:
+        progressed = False
+        for name in names:
+            while can_retire(name):
+                retired[name] += 1
+                counters[name] = (counters[name] + 1) & COUNTER_MASK
+                progressed = True
+    stuck = [name for name in names if retired[name] < steps * lengths[name]]
+    if stuck:
+        story = "; ".join(
+            f"{name} at {programs[name].instructions[retired[name] % lengths[name]]} "
+            f"of step {retired[name] // lengths[name]}"
+            for name in stuck
+        )
+        raise InconsistentPrograms(f"deadlock with {placement.num_slots} slots: {story}")
