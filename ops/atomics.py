@@ -35,6 +35,7 @@ _syscall = types.ExternalFunction(
     ),
 )
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+_memmove = types.ExternalFunction("memmove", types.int64(types.int64, types.int64, types.int64))
 
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value, element: ir.Type) -> ir.Value:
@@ -256,3 +257,9 @@ def complete(done: int, step: int, num_items: int) -> bool:
         count = (word & 0xFFFFFFFF if (word >> 32) == step else 0) + 1
         if compare_swap64(done, word, (step << 32) | count):
             return count == num_items
+
+
+@njit
+def copy_bytes(source: int, target: int, nbytes: int) -> None:
+    """memmove between two addresses."""
+    _memmove(target, source, nbytes)

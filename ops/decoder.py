@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shadowlane.ops.decoder_config import DecoderConfig, read_config
 from shadowlane.ops.errors import ModelError
+from shadowlane.ops.layouts import LAYOUTS
 
 if TYPE_CHECKING:
     from shadowlane.ops.files import TensorSource
@@ -169,7 +170,7 @@ def check_tensors(cfg: DecoderConfig, tensors: Mapping[str, TensorSource]) -> li
     if misshaped:
         raise ModelError(f"tensors do not fit the configuration: {_listed(misshaped, '; ')}")
     for name, shape in expected.items():
-        layout = tensors[name].layout
+        layout = LAYOUTS[tensors[name].layout]
         if shape[-1] % layout.block_elements:
             raise ModelError(
                 f"{name}: rows in {layout.name} must hold a multiple of {layout.block_elements} "

@@ -27,6 +27,7 @@ _dot_4x4 = make_dot(4, 4)
 
 LAYOUT_F32 = LAYOUTS["f32"].id
 LAYOUT_F16 = LAYOUTS["f16"].id
+LAYOUT_BF16 = LAYOUTS["bf16"].id
 EXPAND_AT = 256  # bytes of scratch before the expanded rows
 MATVEC_SIGNATURE = types.void(*[types.int64] * 12)
 
@@ -234,21 +235,27 @@ def _compiled_matvec(function: Any) -> Any:
 
 
 @njit
-def rms_norm(x: int, weight: int, out_layout: int, out: int, cols: int, eps: float, scratch: int):
+def rms_norm(
+    x: int, weight: int, out_layout: int, out: int, cols: int, eps: float, scratch: int
+) -> None:
     """out = x / sqrt(mean(x**2) + eps) * weight for one row; out in a direct layout.
 
     x, weight: float32 [cols]; scratch: one float32.
     """
     _dot_1x1(LAYOUT_F32, x, 0, x, 0, cols, scratch)
     scale = ONE / np.float32(math.sqrt(read_f32(scratch) / np.float32(cols) + eps))
-    nbytes = element_nbytes(out_layout)
+    # NOTE: the layout is looked at outside the loops, so that each of them vectorises.
     if out_layout == LAYOUT_F32:
         for i in range(cols):
             write_f32(out + 4 * i, read_f32(x + 4 * i) * scale * read_f32(weight + 4 * i))
+    elif out_layout == LAYOUT_F16:
+        for i in range(cols):
+            value = read_f32(x + 4 * i) * scale * read_f32(weight + 4 * i)
+            write_element(LAYOUT_F16, out + 2 * i, value)
     else:
         for i in range(cols):
             value = read_f32(x + 4 * i) * scale * read_f32(weight + 4 * i)
-            write_element(out_layout, out + nbytes * i, value)
+            write_element(LAYOUT_BF16, out + 2 * i, value)
 
 
 @njit

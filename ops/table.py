@@ -20,11 +20,10 @@ MAX_BLOCK_ROWS: Final = 1024  # tallest tile
 
 # kinds of instruction
 EMBED: Final = 0
-NORM: Final = 1  # prefill rows only; decode rows are normalised where they are used
-LINEAR: Final = 2
-GATE_UP: Final = 3
-ATTENTION: Final = 4
-LM_HEAD: Final = 5
+LINEAR: Final = 1
+GATE_UP: Final = 2
+ATTENTION: Final = 3
+LM_HEAD: Final = 4
 
 # what a LINEAR does with its result
 STORE: Final = 0

@@ -532,8 +532,6 @@ def walk(
     for number in range(instructions.shape[0]):
         row = instructions[number]
         kind = row[t.KIND]
-        if kind == t.NORM:
-            continue
         num_items = row[t.ITEM_COUNT]
         if kind == t.ATTENTION and record_i64(record, t.SAME_SEQUENCE) == 0:
             num_items *= num_rows

@@ -1,0 +1,426 @@
+"""From weight files to what can be planned: groups cut into blocks, and the catalog of them.
+
+A block's height depends on shapes and layouts alone, so that no plan changes a product's bits. It
+aims at 2 MiB, the request size at which a disk gives its full bandwidth, and at no fewer than a few
+tiles per matrix, so that the workers of a lane share a prefill evenly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shadowlane.ops.decoder import (
+    DecoderConfig,
+    GroupDescription,
+    check_tensors,
+    describe_groups,
+    read_config,
+)
+from shadowlane.ops.files import ModelFiles, TensorSource, open_model
+from shadowlane.ops.layouts import LAYOUTS
+from shadowlane.ops.table import MAX_BLOCK_ROWS, MAX_DECODE_ROWS
+from shadowlane.planner.catalog import Block, Catalog, Group
+
+PAGE = 4096
+UNIT_ROWS = 16
+BLOCK_NBYTES = 2 << 20
+MIN_TILE_ROWS = 256
+MAX_TILES_OF_SMALL = 4
+PAGE_TOKENS = 32
+PREFILL_CHUNK = 256
+DEFAULT_CONTEXT = 4096
+
+DataType = Literal["float32", "bfloat16", "float16"]
+LAYOUT_OF = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSource:
+    """Where a block's bytes lie in its file, and which rows of its tensor and group they are."""
+
+    path: str
+    offset: int  # of the first byte of the weights in the file
+    nbytes: int
+    layout: str
+    row_nbytes: int
+    first_row: int  # of the tensor
+    num_rows: int
+    output_row: int  # first row of the group's output that it computes
+    part: int  # index of the tensor in the group
+
+    @property
+    def skew(self) -> int:
+        """Bytes from the start of the enclosing 4 KiB range to the weights."""
+        return self.offset % PAGE
+
+    @property
+    def held_nbytes(self) -> int:
+        """Size of the enclosing 4 KiB range: what a direct read transfers."""
+        return -(-(self.skew + self.nbytes) // PAGE) * PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user chose that shapes the model in memory, before any plan."""
+
+    dtype: DataType | None = None  # compute type and KV type; None: the file's, or the fastest
+    context: int | None = None
+    max_batch: int = 1
+    logit_rows: int = MAX_DECODE_ROWS  # rows of logits that one step may give
+    prefill_chunk: int = PREFILL_CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchPlan:
+    """Bytes of each activation buffer. R = rows of a step, W = workers, chunk = prefill rows."""
+
+    residual: int  # f32 [R, hidden]
+    qkv: int  # f32 [R, q + k + v]
+    cos: int  # f32 [R, head_dim / 2]
+    sin: int
+    attended: int  # f32 [MAX_DECODE_ROWS, heads * head_dim]
+    attended_chunk: int  # compute type [chunk, heads * head_dim]
+    activated: int  # f32 [MAX_DECODE_ROWS, intermediate]
+    activated_chunk: int  # compute type [chunk, intermediate]
+    logits: int  # f32 [logit rows, vocabulary]
+    gather: int  # [R, embedding row]
+    worker_input: int  # one worker's scratch: normalised inputs
+    worker_output: int  # results of a chunk of rows
+    worker_expand: int  # dot results and expanded rows; attention queries
+    worker_scores: int
+    worker_tile: int
+
+    @property
+    def worker_nbytes(self) -> int:
+        return sum(
+            whole_pages(size)
+            for size in (
+                self.worker_input,
+                self.worker_output,
+                self.worker_expand,
+                self.worker_scores,
+                self.worker_tile,
+            )
+        )
+
+    @property
+    def shared_nbytes(self) -> int:
+        return sum(
+            whole_pages(size)
+            for size in (
+                self.residual,
+                self.qkv,
+                self.cos,
+                self.sin,
+                self.attended,
+                self.attended_chunk,
+                self.activated,
+                self.activated_chunk,
+                self.logits,
+                self.gather,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A model cut into blocks, with everything a lane needs to run it."""
+
+    root: Path
+    fingerprint: str
+    config: DecoderConfig
+    groups: tuple[GroupDescription, ...]
+    sources: tuple[BlockSource, ...]  # by block index
+    catalog: Catalog
+    constants: tuple[TensorSource, ...]  # norms and biases, in the order they are laid out
+    dtype: DataType
+    rope_interleaved: bool
+    embedding: TensorSource
+    embedding_block_rows: int
+    embedding_blocks: tuple[int, ...]
+    scratch: ScratchPlan
+    options: Options
+    workers: int
+    context_limit: int  # longest context that scratch has room for
+    notes: tuple[str, ...]
+    unexpected: tuple[str, ...]  # tensors of the file that nothing uses
+
+
+def whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def block_rows(rows: int, row_nbytes: int) -> int:
+    """Height of the blocks of a matrix, in whole units."""
+    by_size = max(1, BLOCK_NBYTES // row_nbytes)
+    count = max(
+        -(-rows // by_size),
+        min(MAX_TILES_OF_SMALL, rows // MIN_TILE_ROWS),
+        -(-rows // MAX_BLOCK_ROWS),
+        1,
+    )
+    height = -(-rows // count)
+    return -(-height // UNIT_ROWS) * UNIT_ROWS
+
+
+def read_blueprint(path: Path, options: Options, workers: int) -> tuple[Blueprint, ModelFiles]:
+    """Open a model and cut it. Reads headers only.
+
+    Raises ModelError for files that do not fit together, ValueError for options out of range.
+    """
+    files = open_model(path)
+    return cut_model(files, options, workers), files
+
+
+def cut_model(files: ModelFiles, options: Options, workers: int) -> Blueprint:
+    config = read_config(files.config)
+    unexpected = check_tensors(config, files.tensors)
+    if options.context is not None and not 1 <= options.context <= config.max_context:
+        raise ValueError(
+            f"ctx_size must be between 1 and the model's {config.max_context}; "
+            f"got {options.context}"
+        )
+    if not 1 <= options.max_batch <= MAX_DECODE_ROWS:
+        raise ValueError(
+            f"max_batch must be between 1 and {MAX_DECODE_ROWS}; got {options.max_batch}"
+        )
+    context_limit = options.context or min(config.max_context, DEFAULT_CONTEXT)
+    descriptions = describe_groups(config)
+    dtype, notes = choose_dtype(files, config, options.dtype)
+
+    sources: list[BlockSource] = []
+    blocks: list[Block] = []
+    groups: list[Group] = []
+    embedding_height, embedding_blocks = 0, ()
+    embedding_name = "model.embed_tokens.weight"
+    for description in descriptions:
+        first = len(sources)
+        cut = _cut_group(description, files.tensors)
+        for source in cut:
+            first_unit = source.output_row // UNIT_ROWS
+            last_unit = -(-(source.output_row + source.num_rows) // UNIT_ROWS)
+            blocks.append(
+                Block(
+                    len(blocks),
+                    description.name,
+                    source.nbytes,
+                    source.held_nbytes,
+                    first_unit,
+                    last_unit,
+                )
+            )
+        sources.extend(cut)
+        indices = tuple(range(first, len(sources)))
+        groups.append(_catalog_group(description, config, files.tensors, indices))
+        if any(part.tensor == embedding_name for part in description.parts):
+            embedding_blocks, embedding_height = indices, cut[0].num_rows
+    streamed = [
+        source.held_nbytes
+        for source, block in zip(sources, blocks, strict=True)
+        if block.group != "embed"
+    ]
+    constants = tuple(files.tensors[name] for name in _constant_names(descriptions))
+    element = 4 if dtype == "float32" else 2
+    scratch = _plan_scratch(
+        config, sources, files.tensors[embedding_name], options, dtype, context_limit
+    )
+    page_nbytes = (
+        config.num_layers * 2 * config.num_kv_heads * PAGE_TOKENS * config.head_dim * element
+    )
+    catalog = Catalog(
+        model=files.fingerprint,
+        groups=tuple(groups),
+        blocks=tuple(blocks),
+        constants_nbytes=whole_pages(sum(_constant_nbytes(each) for each in constants) + 64),
+        scratch_nbytes=scratch.shared_nbytes + workers * scratch.worker_nbytes,
+        slot_nbytes=max(streamed),
+        page_tokens=PAGE_TOKENS,
+        page_nbytes=page_nbytes,
+        max_context=context_limit,
+    )
+    return Blueprint(
+        root=files.root,
+        fingerprint=files.fingerprint,
+        config=config,
+        groups=descriptions,
+        sources=tuple(sources),
+        catalog=catalog,
+        constants=constants,
+        dtype=dtype,
+        rope_interleaved=files.rope_pairing == "interleaved",
+        embedding=files.tensors[embedding_name],
+        embedding_block_rows=embedding_height,
+        embedding_blocks=embedding_blocks,
+        scratch=scratch,
+        options=options,
+        workers=workers,
+        context_limit=context_limit,
+        notes=notes,
+        unexpected=tuple(unexpected),
+    )
+
+
+def choose_dtype(
+    files: ModelFiles, config: DecoderConfig, asked: DataType | None
+) -> tuple[DataType, tuple[str, ...]]:
+    """The type of prefill products and of the KV cache, and what to tell the user about it."""
+    flags = processor_flags()
+    has_bf16 = bool({"amx_bf16", "avx512_bf16", "bf16", "svebf16"} & flags)
+    has_f16 = bool({"avx512_fp16", "fphp", "asimdhp"} & flags)
+    if asked is None:
+        if files.kind == "gguf":
+            return ("bfloat16" if has_bf16 else "float32"), ()
+        asked = config.dtype
+    if asked not in LAYOUT_OF:
+        raise ValueError(f"dtype must be one of {', '.join(LAYOUT_OF)}; got {asked}")
+    if asked == "float16" and not has_f16:
+        return asked, ("float16 is slow on this processor: bfloat16 or float32 are faster",)
+    if asked == "bfloat16" and not has_bf16:
+        return asked, ("bfloat16 prefill is slow on this processor: float32 is faster",)
+    return asked, ()
+
+
+def processor_flags() -> set[str]:
+    """Instruction set extensions as the kernel names them; empty where it does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    for line in text.splitlines():
+        if line.startswith(("flags", "Features")):
+            return set(line.split(":", 1)[1].split())
+    return set()
+
+
+def _cut_group(
+    description: GroupDescription, tensors: dict[str, TensorSource]
+) -> list[BlockSource]:
+    """The blocks of a group in the order in which they are consumed."""
+    widest = max(
+        (LAYOUTS[tensors[part.tensor].layout].row_nbytes(part.cols) for part in description.parts),
+        default=0,
+    )
+    columns: list[list[BlockSource]] = []
+    output_row = 0
+    for number, part in enumerate(description.parts):
+        source = tensors[part.tensor]
+        row_nbytes = LAYOUTS[source.layout].row_nbytes(part.cols)
+        height = block_rows(part.rows, widest)
+        start_row = 0 if description.kind == "gate_up" else output_row
+        columns.append(
+            [
+                BlockSource(
+                    path=source.path,
+                    offset=source.offset + first * row_nbytes,
+                    nbytes=min(height, part.rows - first) * row_nbytes,
+                    layout=source.layout,
+                    row_nbytes=row_nbytes,
+                    first_row=first,
+                    num_rows=min(height, part.rows - first),
+                    output_row=start_row + first,
+                    part=number,
+                )
+                for first in range(0, part.rows, height)
+            ]
+        )
+        output_row += part.rows
+    if description.kind == "gate_up":  # the same rows of both are used together
+        return [block for pair in zip(*columns, strict=True) for block in pair]
+    return [block for column in columns for block in column]
+
+
+def _catalog_group(
+    description: GroupDescription,
+    config: DecoderConfig,
+    tensors: dict[str, TensorSource],
+    indices: tuple[int, ...],
+) -> Group:
+    if description.kind == "attn":
+        heads = config.num_heads * config.head_dim
+        return Group(
+            description.name, "attn", description.layer, "", config.num_kv_heads, 0, (), 4 * heads
+        )
+    parts = description.parts
+    rows = sum(part.rows for part in parts)
+    output_rows = parts[0].rows if description.kind == "gate_up" else rows
+    largest = max(parts, key=lambda part: part.rows * part.cols, default=None)
+    return Group(
+        name=description.name,
+        kind=description.kind,
+        layer=description.layer,
+        layout=tensors[largest.tensor].layout if largest else "",
+        units=max(1, -(-output_rows // UNIT_ROWS)),
+        cols=largest.cols if largest else 0,
+        blocks=indices,
+        flops_per_row=2 * sum(part.rows * part.cols for part in parts)
+        if description.kind != "embed"
+        else 0,
+    )
+
+
+def _constant_names(descriptions: tuple[GroupDescription, ...]) -> list[str]:
+    names: list[str] = []
+    for group in descriptions:
+        for name in (group.norm, group.q_norm, group.k_norm):
+            if name:
+                names.append(name)
+        names.extend(part.bias for part in group.parts if part.bias)
+    return names
+
+
+def _constant_nbytes(source: TensorSource) -> int:
+    """Constants are held as float32, each on a 64-byte line of its own."""
+    return -(-source.shape[0] * 4 // 64) * 64
+
+
+def _plan_scratch(
+    config: DecoderConfig,
+    sources: list[BlockSource],
+    embedding: TensorSource,
+    options: Options,
+    dtype: DataType,
+    context: int,
+) -> ScratchPlan:
+    rows = MAX_DECODE_ROWS + options.prefill_chunk
+    chunk = options.prefill_chunk
+    element = 4 if dtype == "float32" else 2
+    heads_width = config.num_heads * config.head_dim
+    qkv_width = heads_width + 2 * config.num_kv_heads * config.head_dim
+    widest = max(config.hidden_size, config.intermediate_size, heads_width)
+    grouped = config.num_heads // config.num_kv_heads
+    expanded = [
+        source.num_rows
+        * LAYOUTS[source.layout].block_elements
+        * (source.row_nbytes // LAYOUTS[source.layout].block_nbytes)
+        * element
+        for source in sources
+        if source.layout != LAYOUT_OF[dtype] or source.offset % element
+    ]
+    if not chunk >= 1:
+        raise ValueError(f"prefill_chunk must be at least 1; got {chunk}")
+    if options.logit_rows < 1:
+        raise ValueError(f"logit_rows must be at least 1; got {options.logit_rows}")
+    return ScratchPlan(
+        residual=rows * config.hidden_size * 4,
+        qkv=rows * qkv_width * 4,
+        cos=rows * config.head_dim // 2 * 4,
+        sin=rows * config.head_dim // 2 * 4,
+        attended=MAX_DECODE_ROWS * heads_width * 4,
+        attended_chunk=chunk * heads_width * element,
+        activated=MAX_DECODE_ROWS * config.intermediate_size * 4,
+        activated_chunk=chunk * config.intermediate_size * element,
+        logits=options.logit_rows * config.vocab_size * 4,
+        gather=rows * gather_stride(embedding),
+        worker_input=max(MAX_DECODE_ROWS, options.logit_rows) * config.hidden_size * 4,
+        worker_output=2 * MAX_DECODE_ROWS * MAX_BLOCK_ROWS * 4,
+        worker_expand=256 + max(4 * widest, (1 + grouped) * config.head_dim) * 4,
+        worker_scores=grouped * context * 4,
+        worker_tile=max(expanded, default=0),
+    )
+
+
+def gather_stride(embedding: TensorSource) -> int:
+    """Bytes between the rows of the gather buffer."""
+    return -(-LAYOUTS[embedding.layout].row_nbytes(embedding.shape[1]) // 64) * 64
