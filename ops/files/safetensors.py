@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def open_directory(root: Path) -> ModelFiles:
     config, config_bytes, config_stamp = _read_json(root / "config.json")
     stamps, headers = [config_stamp], [config_bytes]
     # a single file wins over an index beside it, as in transformers
-    if os.path.exists(root / _SINGLE_FILE):
+    if os.path.lexists(root / _SINGLE_FILE):
         tensors, header, stamp = read_safetensors_header(root / _SINGLE_FILE, wanted=None)
         stamps.append(stamp)
         headers.append(header)
@@ -103,9 +104,8 @@ def _parse_json_object(content: bytes, what: str) -> dict[str, Any]:
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         unique = dict(pairs)
         if len(unique) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ModelError(f"{what}: a name must appear once; {twice!r} appears twice")
+            ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+            raise ModelError(f"{what}: a name must appear once; {twice!r:.100} appears twice")
         return unique
 
     try:
