@@ -326,9 +326,15 @@ ONE_TENSOR = (gguf_tensor("output_norm.weight", (8,), 0, 0),)
         ),
         (
             gguf_bytes(
+                fields=(gguf_field("k", 9, struct.pack("<IQQ", 8, 300, 2**64 - 1) + bytes(3000)),)
+            ),
+            "truncated: the header goes on to byte 18446744073709551680 at least",
+        ),
+        (
+            gguf_bytes(
                 fields=(gguf_field("k", 9, struct.pack("<IQQ", 8, 300, 2**60) + bytes(3000)),)
             ),
-            "'k': a string must be at most",
+            "truncated: the header goes on to byte 1152921504606847041 at least",
         ),
         (
             gguf_bytes(fields=(gguf_field("general.alignment", 4, struct.pack("<I", 24)),)),

@@ -116,7 +116,7 @@ def test_a_shard_without_a_tensor_the_index_puts_there(tmp_path: Path) -> None:
     "shard",
     [
         "../x.safetensors",
-        "/etc/x.safetensors",
+        "/x.safetensors",
         "a\\b.safetensors",
         "x.bin",
         3,
