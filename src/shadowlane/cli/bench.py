@@ -25,13 +25,30 @@ EPILOG = options.epilog(
 def bench(
     model: options.ModelArgument = DEFAULT_MODEL,
     prompt_tokens: Annotated[
-        int, options.option("-pp", "--pp", min=0, metavar="N", help="Tokens to read; 0 skips it.")
+        int,
+        options.option(
+            "-pp",
+            "--pp",
+            metavar="N",
+            **options.whole_number(0),
+            help="Tokens to read; 0 skips it.",
+        ),
     ] = 512,
     decode_tokens: Annotated[
-        int, options.option("-tg", "--tg", min=0, metavar="N", help="Tokens to write; 0 skips it.")
+        int,
+        options.option(
+            "-tg",
+            "--tg",
+            metavar="N",
+            **options.whole_number(0),
+            help="Tokens to write; 0 skips it.",
+        ),
     ] = 128,
     repetitions: Annotated[
-        int, options.option("-r", "--repetitions", min=1, metavar="N", help="Times to measure.")
+        int,
+        options.option(
+            "-r", "--repetitions", metavar="N", **options.whole_number(1), help="Times to measure."
+        ),
     ] = 5,
     output: Annotated[
         Literal["md", "json"], options.option("--output", "-o", help="Form of the result.")

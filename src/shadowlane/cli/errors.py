@@ -72,7 +72,8 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, TyperException):
         context = getattr(error, "ctx", None)
         hint = f" (see {context.command_path} --help)" if context is not None else ""
-        return " ".join(error.format_message().split()).rstrip(".") + hint
+        message = " ".join(error.format_message().split()).rstrip(".")
+        return message.replace(": Value error,", ":") + hint  # a word of the validating library
     if isinstance(error, UnicodeDecodeError):
         return f"text must be UTF-8; {error.reason} at byte {error.start}"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:

@@ -31,6 +31,33 @@ def option(*names: str, help: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, envvar=variable, show_envvar=False, **settings)
 
 
+def whole_number(least: int) -> dict[str, Any]:
+    """Settings of an option that takes a whole number, whose error says what was given."""
+
+    def parse(given: str | int) -> int:
+        try:
+            number = int(given)
+        except ValueError:
+            raise typer.BadParameter(f"must be a whole number; got {given!r}") from None
+        if number < least:
+            raise typer.BadParameter(f"must be at least {least}; got {number}")
+        return number
+
+    return {"parser": parse}
+
+
+def number() -> dict[str, Any]:
+    """Settings of an option that takes any number; the sampler knows the ranges."""
+
+    def parse(given: str | float) -> float:
+        try:
+            return float(given)
+        except ValueError:
+            raise typer.BadParameter(f"must be a number; got {given!r}") from None
+
+    return {"parser": parse}
+
+
 def epilog(*examples: str) -> str:
     """The end of a command's help: examples that can be pasted, one per line."""
     lines = "\n\n".join(f"  [cyan]{example}[/cyan]" for example in examples)
@@ -74,8 +101,8 @@ CtxSize = Annotated[
     int | None,
     option(
         "--ctx-size",
-        min=1,
         metavar="TOKENS",
+        **whole_number(1),
         help="Tokens of context to hold. Default: the model's, or less if the budget is short.",
         rich_help_panel=_MEMORY,
     ),
@@ -92,8 +119,8 @@ CpuThreads = Annotated[
     int | None,
     option(
         "--cpu-threads",
-        min=1,
         metavar="N",
+        **whole_number(1),
         help="Threads of each compute lane. Default: one per core that is ours to use.",
         rich_help_panel=_COMPUTE,
     ),
@@ -102,8 +129,8 @@ CpuWorkers = Annotated[
     int,
     option(
         "--cpu-workers",
-        min=1,
         metavar="N",
+        **whole_number(1),
         help="Compute lanes, each with its own cores, that share the rows of every group.",
         rich_help_panel=_COMPUTE,
     ),
@@ -119,26 +146,34 @@ DtypeOption = Annotated[
 
 MaxTokens = Annotated[
     int,
-    option("--max-tokens", "-n", min=1, metavar="N", help="Most tokens to write."),
+    option("--max-tokens", "-n", metavar="N", help="Most tokens to write.", **whole_number(1)),
 ]
 Temperature = Annotated[
     float | None,
     option(
         "--temp",
         metavar="T",
+        **number(),
         help="Temperature; 0 always takes the likeliest token.",
         rich_help_panel=_SAMPLING,
     ),
 ]
 TopK = Annotated[
     int | None,
-    option("--top-k", metavar="K", help="Keep the K likeliest tokens.", rich_help_panel=_SAMPLING),
+    option(
+        "--top-k",
+        metavar="K",
+        **whole_number(0),
+        help="Keep the K likeliest tokens; 0 keeps all.",
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 TopP = Annotated[
     float | None,
     option(
         "--top-p",
         metavar="P",
+        **number(),
         help="Keep the likeliest tokens that together reach probability P.",
         rich_help_panel=_SAMPLING,
     ),
@@ -148,6 +183,7 @@ MinP = Annotated[
     option(
         "--min-p",
         metavar="P",
+        **number(),
         help="Drop tokens less likely than P times the likeliest.",
         rich_help_panel=_SAMPLING,
     ),
@@ -157,13 +193,20 @@ RepeatPenalty = Annotated[
     option(
         "--repeat-penalty",
         metavar="X",
+        **number(),
         help="Above 1 makes tokens that occurred before less likely.",
         rich_help_panel=_SAMPLING,
     ),
 ]
 Seed = Annotated[
     int | None,
-    option("--seed", metavar="N", help="Makes sampling repeatable.", rich_help_panel=_SAMPLING),
+    option(
+        "--seed",
+        metavar="N",
+        **whole_number(0),
+        help="Makes sampling repeatable.",
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 Stop = Annotated[
     list[str] | None,

@@ -1,0 +1,189 @@
+"""A command line with a fake engine behind it: same API, no Ray, answers known in advance."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import shadowlane
+
+PLAN = {
+    "plan_id": "3f2a",
+    "replans": 1,
+    "predicted_decode_tok_per_s": 21.5,
+    "tiers": {"ram": 48 << 20, "disk": 45 << 20},
+}
+
+
+@dataclass(frozen=True)
+class FakeParams:
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 16
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must not be negative; got {self.temperature}")
+
+
+@dataclass
+class FakeChunk:
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+
+@dataclass
+class FakeEngine:
+    """Class-like: calling it is `LLM(...)`. Keeps what it was asked for and what was closed."""
+
+    pieces: tuple[str, ...] = ("The", " sky", " is", " blue.")
+    interrupt_after: int | None = None  # pieces before a Ctrl-C arrives
+    start_error: Exception | None = None
+    stream_error: Exception | None = None
+    has_chat_template: bool = True
+    vocab_size: int = 50
+    notes: tuple[str, ...] = ()
+    arguments: dict[str, Any] = field(default_factory=dict)
+    requests: list[tuple[str, Any, FakeParams]] = field(default_factory=list)
+    num_open: int = 0
+    num_cancelled: int = 0
+
+    def __call__(self, model: Path, progress: Callable[..., None], **arguments: Any) -> FakeEngine:
+        if self.start_error is not None:
+            progress("starting Ray", None)
+            raise self.start_error
+        self.arguments = {"model": model, **arguments}
+        progress("starting Ray", None)
+        progress("loading weights", 0.5)
+        progress("loading weights", 1.0)
+        return self
+
+    def __enter__(self) -> FakeEngine:
+        self.num_open += 1
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.num_open -= 1
+
+    def stream(self, prompt: Any, params: FakeParams) -> Iterator[FakeChunk]:
+        self.requests.append(("stream", prompt, params))
+        return self._chunks(params)
+
+    def stream_chat(self, messages: Any, params: FakeParams) -> Iterator[FakeChunk]:
+        self.requests.append(("chat", [dict(message) for message in messages], params))
+        return self._chunks(params)
+
+    def _chunks(self, params: FakeParams) -> Iterator[FakeChunk]:
+        if self.stream_error is not None:
+            raise self.stream_error
+        is_finished = False
+        try:
+            for index, piece in enumerate(self.pieces[: params.max_tokens]):
+                if index == self.interrupt_after:
+                    self.interrupt_after = None
+                    raise KeyboardInterrupt
+                yield FakeChunk(piece, [100 + index])
+            is_finished = True
+        finally:
+            self.num_cancelled += not is_finished
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": 5,
+            "completion_tokens": len(self.pieces),
+            "finish_reason": "stop",
+            "ttft_s": 0.25,
+            "prefill_tok_per_s": 120.0 + len(self.requests),
+            "decode_tok_per_s": 20.0 + len(self.requests),
+            "load_s": 1.5,
+            "plan": PLAN,
+            "lanes": {
+                "cpu:0": {"busy_s": 2.0, "busy_pct": 62.0, "nbytes": 1 << 30},
+                "disk:0": {"busy_s": 3.0, "busy_pct": 93.0, "nbytes": 2 << 30},
+            },
+            "bottleneck": "disk:0",
+            "emulated": False,
+            "predicted_step_s": 0.046,
+            "measured_step_s": 0.05,
+            "notes": list(self.notes),
+        }
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
+    """The fake engine, in the place of `shadowlane.llm`, with caches below `tmp_path`."""
+    fake = FakeEngine()
+    module = ModuleType("shadowlane.llm")
+    module.LLM = fake  # type: ignore[attr-defined]
+
+    def plan_model(model: Path, **arguments: Any) -> dict[str, Any]:
+        if fake.start_error is not None:
+            raise fake.start_error
+        fake.arguments = {"model": model, **arguments}
+        group = {"name": "0.qkv", "nbytes": 3 << 20, "tier": "ram", "lane": "cpu:0"}
+        return {**PLAN, "groups": [{**group, "why": "spread over the layers"}]}
+
+    def profile_model(model: Path, refresh: bool, progress: Callable[..., None]) -> dict[str, Any]:
+        progress("measuring disk", 0.1)
+        return {"model": str(model), "refreshed": refresh, "disk": {"read_bytes_per_s": 1.7e9}}
+
+    module.plan_model = plan_model  # type: ignore[attr-defined]
+    module.profile_model = profile_model  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "shadowlane.llm", module)
+    monkeypatch.setitem(vars(shadowlane), "SamplingParams", FakeParams)
+    monkeypatch.setitem(vars(shadowlane), "LLM", fake)
+    monkeypatch.setenv("SHADOWLANE_CACHE", str(tmp_path / "cache"))
+    return fake
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A directory that passes for a model as far as names go."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+@pytest.fixture
+def shadowlane_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs the command line in this process; standard input is a pipe."""
+    for name in ("SHADOWLANE_DEBUG", "SHADOWLANE_STOP", "SHADOWLANE_RAM", "SHADOWLANE_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    from shadowlane.cli import app
+
+    def invoke(*arguments: object, input: str | None = None) -> Result:
+        return CliRunner().invoke(app, [str(each) for each in arguments], input=input)
+
+    return invoke
+
+
+@pytest.fixture
+def fails(shadowlane_command: Callable[..., Result]) -> Callable[..., str]:
+    """Runs a command that must end with exit code 2 and one `error:` line, which it returns."""
+
+    def invoke(*arguments: object, input: str | None = None) -> str:
+        result = shadowlane_command(*arguments, input=input)
+        assert result.exit_code == 2, (result.exit_code, result.output)
+        assert result.stdout == ""
+        lines = [line for line in result.stderr.splitlines() if not line.endswith(" ...")]
+        assert len(lines) == 1, result.stderr
+        assert lines[0].startswith("error: ")
+        return lines[0]
+
+    return invoke

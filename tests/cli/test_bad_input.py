@@ -1,0 +1,221 @@
+"""Whatever goes wrong: exit code 2, one line, no traceback, nothing left open."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from shadowlane.cli import errors
+from shadowlane.ops.errors import ModelError
+
+from .conftest import FakeEngine
+
+Fails = Callable[..., str]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ram", "lots"], "--ram must be a size such as 6GiB, 512MiB or 1.5GB; got 'lots'"),
+        (["--ram", "-1"], "--ram must be a size"),
+        (["--ram", "0"], "--ram must be at least one byte"),
+        (
+            ["--gpu-memory", "6"],
+            "--gpu-memory must be 0 while there is no GPU lane; got 6442450944",
+        ),
+        (["--gpu-memory", "x"], "--gpu-memory must be a size"),
+        (["--cpu-threads", "0"], "Invalid value for '--cpu-threads': must be at least 1; got 0"),
+        (["--cpu-workers", "-2"], "Invalid value for '--cpu-workers'"),
+        (
+            ["--ctx-size", "many"],
+            "Invalid value for '--ctx-size': must be a whole number; got 'many'",
+        ),
+        (["--max-tokens", "0"], "Invalid value for '--max-tokens'"),
+        (["--dtype", "int3"], "Invalid value for '--dtype': 'int3' is not one of"),
+        (["--temp", "-1"], "temperature must not be negative; got -1.0"),
+        (["--temp", "hot"], "Invalid value for '--temp': must be a number; got 'hot'"),
+        (["--nonsense"], "No such option: --nonsense"),
+        (["--prompt"], "Option '--prompt' requires an argument"),
+        (["-p", "x", "-f", "y"], "a prompt must come from one place; got both"),
+        (["-p", " "], "a prompt must hold some text"),
+        (["-f", "/no/such/prompt"], "No such file or directory: /no/such/prompt"),
+        (["-f", "/"], "Is a directory: /"),
+    ],
+)
+def test_bad_arguments_of_run(
+    fails: Fails, engine: FakeEngine, model_dir: Path, arguments: list[str], message: str
+) -> None:
+    assert message in fails("run", model_dir, *arguments, input="hello")
+    assert engine.arguments == {}
+
+
+def test_a_prompt_must_be_text(
+    fails: Fails, engine: FakeEngine, model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt").write_bytes(b"\xff\xfe\x00")
+    assert "text must be UTF-8" in fails("run", model_dir, "-f", tmp_path / "prompt")
+    assert "a prompt must hold some text" in fails("run", model_dir, input="")
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "plan", "profile", "bench", "show"])
+@pytest.mark.parametrize("model", ["no-such", "./no-such", "no-such.gguf", "a/b/c"])
+def test_a_model_that_is_not_there(
+    fails: Fails, engine: FakeEngine, command: str, model: str
+) -> None:
+    assert model in fails(command, model, input="hello\n")
+    assert engine.arguments == {}
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "plan", "bench"])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ModelError("model-2.safetensors must hold 10 bytes; 3 missing"), "3 missing"),
+        (ValueError("ram must be at least 80 MiB; got 64 MiB"), "must be at least 80 MiB"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x"), "No space left on device: /x"),
+        (PermissionError(errno.EACCES, "Permission denied", "/m"), "Permission denied: /m"),
+        (ConnectionError("Ray did not start:\n  port 6379 is taken"), "start: port 6379 is taken"),
+        (TimeoutError(), "TimeoutError"),
+        (MemoryError(), "out of memory"),
+        (ModuleNotFoundError("No module named 'ray'"), "No module named 'ray'"),
+    ],
+)
+def test_an_engine_that_does_not_start(
+    fails: Fails,
+    engine: FakeEngine,
+    model_dir: Path,
+    command: str,
+    error: Exception,
+    message: str,
+) -> None:
+    engine.start_error = error
+    assert message in fails(command, model_dir, input="hello\n")
+    assert engine.num_open == 0
+
+
+def test_an_error_while_streaming_closes_the_engine(
+    fails: Fails, engine: FakeEngine, model_dir: Path
+) -> None:
+    engine.stream_error = ValueError("prompt must fit the context of 64 tokens; got 80")
+    for command in ("run", "chat"):
+        assert "context of 64 tokens; got 80" in fails(command, model_dir, input="hello\n")
+    assert engine.num_open == 0
+
+
+def test_a_fault_of_our_own_is_told_apart(
+    shadowlane_command: Callable[..., Result],
+    engine: FakeEngine,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine.start_error = KeyError("0.qkv")
+    result = shadowlane_command("run", model_dir, "-p", "x")
+    assert result.exit_code == 1
+    assert "error: a fault in shadowlane, KeyError: '0.qkv' (SHADOWLANE_DEBUG=1" in result.stderr
+    assert "Traceback" not in result.stderr
+    monkeypatch.setenv("SHADOWLANE_DEBUG", "1")
+    assert "Traceback" in shadowlane_command("run", model_dir, "-p", "x").stderr
+
+
+def test_an_error_from_a_remote_function_is_the_one_that_was_raised_there() -> None:
+    class RayTaskError(Exception):
+        def __init__(self, cause: Exception) -> None:
+            super().__init__("\x1b[36mray::Engine.start()\x1b[39m\n  File ...\n  a page of it")
+            self.cause = cause
+
+    RayTaskError.__module__ = "ray.exceptions"
+    error = RayTaskError(RayTaskError(ModelError("the shard is missing")))
+    assert errors._cause(error) is error.cause.cause  # type: ignore[attr-defined]
+
+    class ActorDiedError(Exception):
+        __module__ = "ray.exceptions"
+
+    died = ActorDiedError("The actor died unexpectedly.\n\tclass_name: Engine\n\tactor_id: 00")
+    assert errors.one_line(died) == "The actor died unexpectedly."
+    assert errors.exit_code(died) == 2
+
+
+def test_chat_needs_a_template(fails: Fails, engine: FakeEngine, model_dir: Path) -> None:
+    engine.has_chat_template = False
+    assert "chat needs a model with a chat template" in fails("chat", model_dir, input="hi\n")
+    assert engine.num_open == 0
+
+
+def test_bench_needs_something_to_measure(
+    fails: Fails, engine: FakeEngine, model_dir: Path
+) -> None:
+    assert "one of -pp and -tg must be above 0" in fails("bench", model_dir, "-pp", 0, "-tg", 0)
+    assert "'--output'" in fails("bench", model_dir, "--output", "xml")
+    assert "'--repetitions'" in fails("bench", model_dir, "-r", 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no last run"),
+        ("{", "must be a timeline"),
+        ("[1]", "must be a timeline"),
+        (json.dumps({"traceEvents": [{"ph": "X", "pid": "a", "tid": 1}]}), "whole numbers"),
+    ],
+)
+def test_a_timeline_that_perfetto_would_refuse(
+    fails: Fails, engine: FakeEngine, tmp_path: Path, content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / "last-timeline.json").write_text(content)
+    assert message in fails("timeline", tmp_path / "out.json")
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_timeline_needs_a_place(fails: Fails, engine: FakeEngine, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "last-timeline.json").write_text('{"traceEvents": []}')
+    assert "is a directory" in fails("timeline", tmp_path)
+    assert "No such file or directory" in fails("timeline", tmp_path / "no" / "out.json")
+    assert "Missing argument 'OUT.json'" in fails("timeline")
+
+
+def test_termination_unwinds_the_stack() -> None:
+    code = """
+import os, signal, sys
+from shadowlane.cli.errors import _termination_unwinds
+with _termination_unwinds():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    finally:
+        print("closed", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "closed\n"
+    assert done.returncode == 128 + signal.SIGTERM
+    assert done.stderr == ""
+
+
+def test_help_starts_without_the_heavy_libraries() -> None:
+    code = """
+import sys
+from shadowlane.cli import app
+try:
+    app(["run", "--help"])
+except SystemExit as end:
+    assert end.code == 0
+heavy = {"ray", "torch", "transformers", "numba", "numpy", "huggingface_hub", "tokenizers"}
+print(sorted(heavy & set(sys.modules)), file=sys.stderr)
+"""
+    environment = {**os.environ, "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "[]\n"
