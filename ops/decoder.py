@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from shadowlane.ops.decoder_config import DecoderConfig, read_config
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.layouts import LAYOUTS
 
 if TYPE_CHECKING:
-    from shadowlane.ops.files import TensorSource
+    from shadowlane.ops.files import ModelFiles, TensorSource
 
 __all__ = [
     "DecoderConfig",
@@ -28,6 +30,7 @@ __all__ = [
     "describe_groups",
     "expected_tensors",
     "read_config",
+    "read_decoder",
 ]
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -61,6 +64,18 @@ class GroupDescription:
     norm: str | None = None  # weight of the RMS norm applied to the group's input
     q_norm: str | None = None  # attn only: RMS norm over each head of q, before the rotation
     k_norm: str | None = None
+
+
+def read_decoder(files: ModelFiles) -> DecoderConfig:
+    """The decoder in `files`, its tensors checked. Raises ModelError for what cannot be run."""
+    factors = files.rope_factors
+    rope_factors = None
+    if factors is not None:
+        count = factors.nbytes // 4  # GGUF keeps them as float32
+        rope_factors = np.fromfile(factors.path, "<f4", count, offset=factors.offset).tolist()
+    cfg = read_config(files.config, rope_factors=rope_factors)
+    check_tensors(cfg, files.tensors)
+    return cfg
 
 
 def describe_groups(cfg: DecoderConfig) -> tuple[GroupDescription, ...]:

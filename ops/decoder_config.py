@@ -81,7 +81,9 @@ def read_config(
     num_kv_heads = _read_kv_heads(config, traits, num_heads)
     head_dim = _read_head_dim(config, traits, hidden_size, num_heads)
     num_layers = _positive_int(config, "num_hidden_layers")
-    attention_bias = _read_bias(config, "attention_bias", family, traits.has_attention_bias)
+    # Where q, k and v have biases anyway, configs may or may not say so; o has none.
+    is_modelled = traits.has_attention_bias or traits.qkv_bias
+    attention_bias = _read_bias(config, "attention_bias", family, is_modelled)
     mlp_bias = _read_bias(config, "mlp_bias", family, traits.has_mlp_bias)
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
@@ -100,7 +102,7 @@ def read_config(
         rope=rope,
         tied_embeddings=_boolean(config, "tie_word_embeddings", False),
         qkv_bias=traits.qkv_bias or attention_bias,
-        o_bias=attention_bias,
+        o_bias=attention_bias and traits.has_attention_bias,
         mlp_bias=mlp_bias,
         qk_norm=traits.qk_norm,
         windows=_read_windows(config, family, traits, num_layers),

@@ -19,9 +19,10 @@ from shadowlane.ops.decoder import (
     describe_groups,
     expected_tensors,
     read_config,
+    read_decoder,
 )
 from shadowlane.ops.errors import ModelError
-from shadowlane.ops.layouts import LAYOUTS, Layout
+from shadowlane.ops.files import TensorSource, open_model
 from shadowlane.ops.rope import inv_freq
 
 CONFIG = {
@@ -45,7 +46,7 @@ class Source:
     """As much of a tensor of a weight file as the check looks at."""
 
     shape: tuple[int, ...]
-    layout: Layout = LAYOUTS["f32"]
+    layout: str = "f32"
 
 
 def load(directory: Path) -> tuple[DecoderConfig, dict[str, torch.Tensor]]:
@@ -266,6 +267,23 @@ def test_context_counts_the_scaling():
     assert context({"rope_type": "llama3", "factor": 8.0, **low_high}) == 512
 
 
+def test_qwen2_has_biases_whatever_the_config_says():
+    for says in ({}, {"attention_bias": True}, {"attention_bias": False}):
+        cfg = read_config(CONFIG | QWEN2 | says)
+        assert (cfg.qkv_bias, cfg.o_bias) == (True, False)
+
+
+def test_reads_files_and_the_factors_beside_them(tiny_model, tmp_path):
+    files = open_model(tiny_model("qwen3-window"))
+    assert read_decoder(files) == read_config(files.config)
+    path = tmp_path / "factors.bin"
+    path.write_bytes(b"ggml" + np.arange(1, 9, dtype="<f4").tobytes())
+    files = open_model(tiny_model("llama2"))
+    factors = TensorSource("rope_freqs.weight", str(path), 4, 32, (8,), "f32")
+    cfg = read_decoder(replace(files, rope_factors=factors))
+    assert cfg.rope.factors == (1, 2, 3, 4, 5, 6, 7, 8)
+
+
 def test_rope_factors_are_kept_and_counted():
     assert read_config(CONFIG, rope_factors=[1.0] * 8).rope.factors == (1.0,) * 8
     with pytest.raises(ModelError, match="rope_freqs must have 8 values; got 4"):
@@ -309,13 +327,13 @@ def test_unexpected_tensors():
 def test_rows_are_whole_packed_blocks():
     cfg = read_config(CONFIG)  # rows of 64 and 160 elements
     packed = {
-        name: Source(shape, LAYOUTS["q4_1"]) if len(shape) == 2 else Source(shape)
+        name: Source(shape, "q4_1") if len(shape) == 2 else Source(shape)
         for name, shape in expected_tensors(cfg).items()
     }
     assert check_tensors(cfg, packed) == []
     down = "model.layers.0.mlp.down_proj.weight"
     with pytest.raises(ModelError, match=f"{down}: rows in q6_K must hold a multiple of 256"):
-        check_tensors(cfg, packed | {down: Source((64, 160), LAYOUTS["q6_K"])})
-    norm = {"model.norm.weight": Source((64,), LAYOUTS["q8_0"])}
+        check_tensors(cfg, packed | {down: Source((64, 160), "q6_K")})
+    norm = {"model.norm.weight": Source((64,), "q8_0")}
     with pytest.raises(ModelError, match=r"model.norm.weight: a vector must be f32"):
         check_tensors(cfg, packed | norm)
