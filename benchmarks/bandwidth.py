@@ -21,8 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from machine import benchmark_environment, hardware_line, read_size
+from checkpoint import weight_files
+from machine import benchmark_environment, hardware_line
 from measure import as_json, spread
+
+from shadowlane.sizes import parse_size
 
 MADV_HUGEPAGE = 14  # mmap.MADV_HUGEPAGE exists only where Python was built with it
 
@@ -154,16 +157,6 @@ def best_dram_bytes_per_s(cores: Sequence[int], nbytes: int = 1 << 30) -> dict[s
     return {**rates, "best": max(rate.median for rate in rates.values() if rate is not None)}
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The weight files of a model directory, or the file itself."""
-    if path.is_file():
-        return [path]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{path} must be a file or hold .safetensors files; it does not")
-    return files
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dram", action="store_true", help="measure memory")
@@ -181,10 +174,10 @@ def main() -> None:
         if given.dram:
             cores = [int(core) for core in given.cores.split(",")] if given.cores else None
             cores = cores or sorted(os.sched_getaffinity(0))
-            result["dram_bytes_per_s"] = best_dram_bytes_per_s(cores, read_size(given.size))
+            result["dram_bytes_per_s"] = best_dram_bytes_per_s(cores, parse_size(given.size))
             result["dram_cores"] = cores
         if given.disk:
-            block = read_size(given.block)
+            block = parse_size(given.block)
             result["disk_bytes_per_s"] = best_disk_bytes_per_s(
                 weight_files(given.disk), block, given.depth, given.seconds
             )

@@ -18,8 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import drop_page_cache, hardware_line, read_size, run_limited, versions
+from machine import drop_page_cache, hardware_line, run_limited, versions
 from measure import Spread, as_json, markdown_table, ratio_per_round, spread
+
+from shadowlane.sizes import parse_size
 
 PEERS = Path(__file__).resolve().parent / "peers"
 ENGINES = (
@@ -105,7 +107,7 @@ def last_json_line(text: str) -> dict | None:
 def measure_once(engine: str, command: list[str], given: argparse.Namespace) -> Outcome:
     if given.cold:
         drop_page_cache()
-    limit = read_size(given.memory_limit) if given.memory_limit else None
+    limit = parse_size(given.memory_limit) if given.memory_limit else None
     done, peak, was_killed = run_limited(command, limit, given.timeout)
     result = last_json_line(done.stdout) if done.returncode == 0 else None
     failure = None
@@ -193,7 +195,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
     return f"{table}\n\n{engines}"
 
 
-def parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options from these words (none: the command line); other benchmarks reuse them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--gguf", type=Path, help="the same weights for llama.cpp")
@@ -209,14 +212,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accelerate-ram", help="what accelerate may keep on the CPU")
     parser.add_argument("--shadowlane-options", type=shlex.split, default=[],
                         help="more options of peers/shadowlane_run.py, in one string")  # fmt: skip
-    parser.add_argument("--memory-limit", help="memory of the whole process tree (root)")
+    parser.add_argument("--memory-limit", help="of the whole process tree; implies --cold (root)")
     parser.add_argument(
         "--cold", action="store_true", help="drop the page cache before each (root)"
     )
     parser.add_argument("--warmup", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds per process")
     parser.add_argument("--output", choices=["md", "json"], default="md")
-    given = parser.parse_args()
+    given = parser.parse_args(words)
+    given.cold = given.cold or given.memory_limit is not None
     unknown = [name for name in given.engines.split(",") if name not in ENGINES]
     if unknown:
         parser.error(f"engines must be among {', '.join(ENGINES)}; got {', '.join(unknown)}")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from checkpoint import read_headers
 from synthesize import Progress, check_room
 
 _LAYER_NAMES = {
@@ -56,24 +57,6 @@ def interleave_rotary(matrix: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, cols)
 
 
-def read_headers(folder: Path) -> list[tuple[str, tuple[int, ...], Path, int]]:
-    """Name, shape, file and offset of each bfloat16 tensor of a directory."""
-    found = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            header_nbytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_nbytes))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            if entry["dtype"] != "BF16":
-                raise ValueError(f"{path.name}: {name} must be BF16; got {entry['dtype']}")
-            offset = 8 + header_nbytes + entry["data_offsets"][0]
-            found.append((name, tuple(entry["shape"]), path, offset))
-    if not found:
-        raise ValueError(f"{folder} holds no safetensors file")
-    return found
-
-
 def write_gguf(folder: Path, out: Path) -> None:
     """Write `out` from the weights in `folder`: matrices in bfloat16, norms in float32."""
     config = json.loads((folder / "config.json").read_text())
@@ -84,8 +67,8 @@ def write_gguf(folder: Path, out: Path) -> None:
     rope_theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     tensors = read_headers(folder)
     if config.get("tie_word_embeddings"):
-        tensors = [entry for entry in tensors if entry[0] != "lm_head.weight"]
-    total_nbytes = sum(2 * int(np.prod(shape)) for _, shape, _, _ in tensors)
+        tensors = [tensor for tensor in tensors if tensor.name != "lm_head.weight"]
+    total_nbytes = sum(tensor.nbytes for tensor in tensors)
     check_room(out.parent, total_nbytes)
 
     out.unlink(missing_ok=True)
@@ -105,35 +88,36 @@ def write_gguf(folder: Path, out: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("none")
-    for name, shape, _, _ in tensors:
-        count = int(np.prod(shape))
+    for tensor in tensors:
+        name, shape = gguf_name(tensor.name), tensor.shape
         if len(shape) == 1:
-            writer.add_tensor_info(gguf_name(name), shape, np.dtype(np.float32), 4 * count)
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), 2 * tensor.nbytes)
         else:
             # Raw types are announced by their bytes: the last dimension is in bytes.
             writer.add_tensor_info(
-                gguf_name(name),
+                name,
                 (*shape[:-1], 2 * shape[-1]),
                 np.dtype(np.uint8),
-                2 * count,
+                tensor.nbytes,
                 raw_dtype=gguf.GGMLQuantizationType.BF16,
             )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     progress = Progress(total_nbytes, out.name)
-    for name, shape, path, offset in tensors:
-        count = int(np.prod(shape))
-        values = np.fromfile(path, dtype=np.uint16, count=count, offset=offset).reshape(shape)
-        if len(shape) == 1:
+    for tensor in tensors:
+        values = np.fromfile(
+            tensor.path, dtype=np.uint16, count=tensor.nbytes // 2, offset=tensor.offset
+        ).reshape(tensor.shape)
+        if len(tensor.shape) == 1:
             writer.write_tensor_data((values.astype(np.uint32) << 16).view(np.float32))
         else:
-            if ".q_proj." in name:
+            if ".q_proj." in tensor.name:
                 values = interleave_rotary(values, heads)
-            elif ".k_proj." in name:
+            elif ".k_proj." in tensor.name:
                 values = interleave_rotary(values, kv_heads)
             writer.write_tensor_data(values.view(np.uint8))
-        progress.add(2 * count)
+        progress.add(tensor.nbytes)
     writer.close()
 
 

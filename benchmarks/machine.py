@@ -31,20 +31,6 @@ def benchmark_environment() -> dict[str, str]:
     return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def read_size(text: str) -> int:
-    """`6`, `6G`, `6GiB` (all GiB) or `1500MiB` as bytes; plain numbers are GiB."""
-    units = {"": 30, "k": 10, "m": 20, "g": 30, "t": 40}
-    number = text.strip().lower().removesuffix("ib").removesuffix("b")
-    unit = number[-1:] if number[-1:] in units and number[-1:] else ""
-    try:
-        value = float(number.removesuffix(unit))
-    except ValueError:
-        raise ValueError(f"a size must be like 6, 6GiB or 600M; got {text!r}") from None
-    if value <= 0:
-        raise ValueError(f"a size must be positive; got {text!r}")
-    return int(value * (1 << units[unit]))
-
-
 def hardware_line(path: Path | None = None) -> str:
     """Processor, cores, memory, disk (of `path`), kernel: one line for the head of a table."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

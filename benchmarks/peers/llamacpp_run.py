@@ -91,7 +91,8 @@ def main() -> None:
     vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     ids = prompt_ids(given.prompt_tokens, given.vocab)
     if given.warmup:
-        generate(lib, context, vocab, ids, 2, given.batch)
+        other = prompt_ids(given.prompt_tokens, given.vocab, seed=1)
+        generate(lib, context, vocab, other, 2, given.batch)
     marks, tokens = generate(lib, context, vocab, ids, given.new_tokens, given.batch)
     features = lib.llama_print_system_info().decode()
     report(

@@ -55,9 +55,13 @@ def arguments(description: str, **extra: Callable[[argparse.ArgumentParser], Non
     return given
 
 
-def prompt_ids(count: int, vocab: int) -> list[int]:
-    """The same `count` token ids for every engine; ids 0-2 are left out as they may be special."""
-    source = random.Random(20240)
+def prompt_ids(count: int, vocab: int, seed: int = 20240) -> list[int]:
+    """The same `count` token ids for every engine; ids 0-2 are left out as they may be special.
+
+    Warm-ups pass another seed: an engine that keeps its cache between requests would otherwise
+    find the measured prompt there, and its prefill would be free.
+    """
+    source = random.Random(seed)
     return [source.randrange(3, vocab) for _ in range(count)]
 
 
