@@ -371,8 +371,8 @@ def _constant_names(descriptions: tuple[GroupDescription, ...]) -> list[str]:
 
 
 def _constant_nbytes(source: TensorSource) -> int:
-    """Constants are held as float32, each on a 64-byte line of its own."""
-    return -(-source.shape[0] * 4 // 64) * 64
+    """Constants are held as float32."""
+    return source.shape[0] * 4
 
 
 def _plan_scratch(

@@ -1,0 +1,203 @@
+"""The memory that all lanes share, and where everything lies in it.
+
+One anonymous file (`memfd_create`), mapped by every process through `/proc/<pid>/fd/<n>`: nothing
+in /dev/shm, nothing on disk, nothing left behind when its owner dies. A control region (counters,
+tickets, step records, spans) comes first; behind it the part that the RAM budget bounds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from shadowlane.actors.blueprint import PAGE, Blueprint, whole_pages
+from shadowlane.ops import table as t
+from shadowlane.planner.placement import Placement
+
+DISK_COUNTER = t.MAX_LANES  # counters 0..MAX_LANES-1 are the compute lanes'
+GATHER_COUNTER = t.MAX_LANES + 1
+STEP_COUNTER = t.MAX_LANES + 2  # steps filled by the engine
+SWEEP_LIMIT_COUNTER = t.MAX_LANES + 3  # blocks that the disk lane may read: it stops there
+NUM_COUNTERS = t.MAX_LANES + 4
+RECORD_RING = 8
+DISK_STATISTICS = 16  # int64 fields
+DISK_SPAN_RING = 1 << 15
+DISK_SPAN_FIELDS = 5  # step, block, start_ns, end_ns, bytes
+MAX_PIECES_PER_GROUP = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaHandle:
+    """What another process needs to map the arena."""
+
+    pid: int
+    descriptor: int
+    nbytes: int
+
+
+class Arena:
+    """A mapping of the shared memory in this process. `memory` is uint8 [nbytes]."""
+
+    def __init__(self, descriptor: int, nbytes: int, handle: ArenaHandle) -> None:
+        self._descriptor = descriptor
+        self._mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
+        self.handle = handle
+        self.memory = np.frombuffer(self._mapping, np.uint8)
+        self.base = int(self.memory.ctypes.data)
+
+    @classmethod
+    def create(cls, nbytes: int) -> Arena:
+        """A new arena, all zero. Raises OSError where the system has no room for it."""
+        descriptor = os.memfd_create("shadowlane", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, nbytes)
+        return cls(descriptor, nbytes, ArenaHandle(os.getpid(), descriptor, nbytes))
+
+    @classmethod
+    def attach(cls, handle: ArenaHandle) -> Arena:
+        """Map the arena of another process (or of this one a second time)."""
+        path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return cls(descriptor, handle.nbytes, handle)
+
+    def view(self, offset: int, kind: type[np.generic] | np.dtype, *shape: int) -> np.ndarray:
+        """An array in the arena, without a copy."""
+        count = int(np.prod(shape)) if shape else 1
+        nbytes = count * np.dtype(kind).itemsize
+        return self.memory[offset : offset + nbytes].view(kind).reshape(shape)
+
+    def resident_nbytes(self) -> int:
+        """Bytes of the arena that hold pages now, as the kernel counts them."""
+        return os.fstat(self._descriptor).st_blocks * 512
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Give the whole pages inside a range back to the system; they read as zero afterwards."""
+        first = -(-offset // PAGE) * PAGE
+        last = (offset + nbytes) // PAGE * PAGE
+        if last > first:
+            self._mapping.madvise(mmap.MADV_REMOVE, first, last - first)
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping goes when the last array that views it goes."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLayout:
+    """Offsets of all regions. `budget_start`..`nbytes` is what the RAM budget bounds."""
+
+    abort: int
+    spins: int  # MAX_LANES words, 64 bytes apart
+    counters: int
+    tickets: tuple[int, ...]  # per compute lane
+    records: int
+    record_nbytes: int
+    record_offsets: dict[str, int]
+    workers: tuple[int, ...]  # per compute lane: its first worker's region
+    disk: int  # statistics and spans of the disk lane
+    budget_start: int
+    constants: int
+    constant_offsets: dict[str, int]
+    norm_eps: int
+    kv: int
+    num_pages: int
+    max_pages: int  # of one sequence
+    scratch: dict[str, int]
+    worker_scratch: tuple[int, ...]  # per compute lane: its first worker's
+    ring: int
+    num_slots: int
+    slot_nbytes: int
+    weights: int
+    weights_nbytes: int
+    nbytes: int
+
+    def counter(self, number: int) -> int:
+        return self.counters + number * t.COUNTER_NBYTES
+
+
+def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
+    """Lay out the arena for a placement. Its budgeted part has exactly `placement.total_nbytes`."""
+    threads = [lane.threads for lane in placement.lanes]
+    config = blueprint.config
+    max_pages = -(-placement.context_tokens // blueprint.catalog.page_tokens)
+    record = t.RecordLayout(
+        rows=t.MAX_DECODE_ROWS + blueprint.options.prefill_chunk,
+        logits=blueprint.options.logit_rows,
+        sequences=blueprint.options.max_batch,
+        max_pages=max_pages,
+        half_dim=config.head_dim // 2,
+    ).offsets
+    instructions = MAX_PIECES_PER_GROUP * len(blueprint.groups) + len(blueprint.sources)
+    cursor = 0
+
+    def take(nbytes: int) -> int:
+        nonlocal cursor
+        start = cursor
+        cursor += whole_pages(nbytes)
+        return start
+
+    abort = take(PAGE)
+    counters = take(NUM_COUNTERS * t.COUNTER_NBYTES)
+    tickets = tuple(take(instructions * t.TICKET_NBYTES) for _ in threads)
+    records = take(RECORD_RING * record["nbytes"])
+    workers = tuple(take(count * t.WORKER_NBYTES) for count in threads)
+    disk = take((DISK_STATISTICS + DISK_SPAN_RING * DISK_SPAN_FIELDS) * 8)
+    budget_start = cursor
+    constants = take(blueprint.catalog.constants_nbytes)
+    offset = constants + 64
+    constant_offsets = {}
+    for source in blueprint.constants:
+        constant_offsets[source.name] = offset
+        offset += source.shape[0] * 4  # a group's biases follow each other: they are read as one
+    kv = take(placement.kv_nbytes)
+    plan = blueprint.scratch
+    scratch = {
+        name: take(getattr(plan, name))
+        for name in (
+            "residual",
+            "qkv",
+            "cos",
+            "sin",
+            "attended",
+            "attended_chunk",
+            "activated",
+            "activated_chunk",
+            "logits",
+            "gather",
+        )
+    }
+    worker_scratch = tuple(take(count * plan.worker_nbytes) for count in threads)
+    ring = take(placement.slots_nbytes)
+    weights = take(placement.weights_nbytes)
+    used = cursor - budget_start
+    assert used == placement.total_nbytes, (used, placement.total_nbytes)
+    return ArenaLayout(
+        abort=abort,
+        spins=abort + 64,
+        counters=counters,
+        tickets=tickets,
+        records=records,
+        record_nbytes=record["nbytes"],
+        record_offsets=record,
+        workers=workers,
+        disk=disk,
+        budget_start=budget_start,
+        constants=constants,
+        constant_offsets=constant_offsets,
+        norm_eps=constants,
+        kv=kv,
+        num_pages=placement.kv_pages,
+        max_pages=max_pages,
+        scratch=scratch,
+        worker_scratch=worker_scratch,
+        ring=ring,
+        num_slots=placement.num_slots,
+        slot_nbytes=placement.slot_nbytes,
+        weights=weights,
+        weights_nbytes=placement.weights_nbytes,
+        nbytes=cursor,
+    )

@@ -1,0 +1,181 @@
+"""The CPU lane: a team of pinned threads that walk one program together.
+
+Decode steps run in compiled code from end to end, prefill steps in a Python loop around torch's
+products. Python runs between steps only; the lane talks to the others through counters alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+
+from shadowlane.actors.arena import RECORD_RING, STEP_COUNTER, Arena, ArenaHandle, ArenaLayout
+from shadowlane.actors.blueprint import Blueprint
+from shadowlane.actors.lowering import lower, make_geometry
+from shadowlane.ops import table as t
+from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, load32, now_ns, wait_counter
+from shadowlane.ops.tiles import LoweredProgram, PrefillWorker
+from shadowlane.ops.walker import walk
+from shadowlane.planner.placement import Placement
+from shadowlane.planner.program import Program
+
+LOOK_UP_NS = 200_000_000  # an idle worker looks around this often
+DELAY_PERIOD_NS = 50_000_000  # how often a worker reads how long it was kept off its core
+Span = Callable[[str], AbstractContextManager[object]]
+
+
+class CpuLane:
+    """One compute lane. `run` is the lane's loop; everything else may be called beside it."""
+
+    def __init__(
+        self,
+        number: int,
+        cores: Sequence[int],
+        blueprint: Blueprint,
+        layout: ArenaLayout,
+        handle: ArenaHandle,
+        span: Span | None = None,
+    ) -> None:
+        """`cores`: one core per worker, to which it is pinned; they are this lane's alone."""
+        self.number = number
+        self._cores = tuple(cores)
+        self._blueprint = blueprint
+        self._layout = layout
+        self._arena = Arena.attach(handle)
+        self._geometry = make_geometry(blueprint, layout, number, len(self._cores))
+        self._programs: dict[int, LoweredProgram] = {}
+        self._span = span or (lambda name: nullcontext())
+        self._stopping = threading.Event()
+        self.error: str | None = None
+
+    def adopt(self, placement: Placement, program: Program, homes: Mapping[int, int]) -> int:
+        """Lower a program and keep it ready. Returns the placement's id, as acknowledgement."""
+        lowered = lower(self._blueprint, self._layout, placement, program, homes, len(self._cores))
+        self._programs = {**self._programs, placement.placement_id: lowered}
+        return placement.placement_id
+
+    def retire(self, placement_id: int) -> None:
+        """Forget a program that no step will use again."""
+        self._programs = {
+            key: value for key, value in self._programs.items() if key != placement_id
+        }
+
+    def run(self) -> str | None:
+        """Work until `stop`, or until the abort word is set. Returns the error that ended it."""
+        import torch
+
+        torch.set_num_threads(1)  # each product is one worker's; see ops/tiles.py
+        others = [
+            threading.Thread(target=self._guarded, args=(worker,), daemon=True)
+            for worker in range(1, len(self._cores))
+        ]
+        for thread in others:
+            thread.start()
+        self._guarded(0)
+        for thread in others:
+            thread.join()
+        return self.error
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _guarded(self, worker: int) -> None:
+        try:
+            self._work(worker)
+        except Exception as error:  # the lane's only report: engine and peers must be told
+            self.error = f"cpu:{self.number} worker {worker}: {type(error).__name__}: {error}"
+            self._arena.view(self._layout.abort, np.int32, 1)[0] = 1
+            raise
+
+    def _work(self, worker: int) -> None:
+        pin_thread(self._cores[worker])
+        layout, base = self._layout, self._arena.base
+        abort, steps = base + layout.abort, base + layout.counter(STEP_COUNTER)
+        scratch = (
+            layout.worker_scratch[self.number] + worker * self._blueprint.scratch.worker_nbytes
+        )
+        prefill = PrefillWorker(self._arena.memory, self._geometry, worker, scratch)
+        spin = self._arena.view(layout.spins + 64 * self.number, np.int64, 1)
+        delay = DelayReader(
+            self._arena.view(layout.workers[self.number] + worker * t.WORKER_NBYTES, np.int64, 16)
+        )
+        step = load32(steps)
+        while not self._stopping.is_set():
+            delay.update()
+            status = wait_counter(steps, step + 1, abort, 0, LOOK_UP_NS)
+            if status == WAIT_TIMED_OUT:
+                continue
+            if status != WAIT_OK:
+                return
+            # NOTE: a worker that overslept a whole step finds it done by its peers, and joins the
+            # newest. The engine fills a step only after the one before it has retired.
+            step = load32(steps)
+            record = layout.records + (step % RECORD_RING) * layout.record_nbytes
+            header = self._arena.view(record, np.int64, t.RECORD_HEADER_FIELDS)
+            program = self._programs[int(header[t.PLACEMENT])]
+            if not len(program.instructions):
+                continue
+            is_decode = header[t.PHASE] == t.DECODE
+            if worker == 0:
+                with self._span(f"step {step} {'decode' if is_decode else 'prefill'}"):
+                    status = self._step(program, prefill, record, is_decode, int(spin[0]))
+            else:
+                status = self._step(program, prefill, record, is_decode, int(spin[0]))
+            if status != WAIT_OK:
+                return
+
+    def _step(
+        self,
+        program: LoweredProgram,
+        prefill: PrefillWorker,
+        record: int,
+        is_decode: bool,
+        spin_ns: int,
+    ) -> int:
+        if not is_decode:
+            return prefill.run(program, record, spin_ns)
+        base = self._arena.base
+        return int(
+            walk(
+                base,
+                self._geometry,
+                program.instructions,
+                program.items,
+                program.blocks,
+                base + record,
+                prefill.worker,
+                prefill.scratch,
+            )
+        )
+
+
+class DelayReader:
+    """Publishes how long this thread was runnable without running, from the kernel's schedstat."""
+
+    def __init__(self, statistics: np.ndarray) -> None:
+        self._statistics = statistics
+        self._path = Path("/proc/thread-self/schedstat")
+        self._due = 0
+
+    def update(self) -> None:
+        now = now_ns()
+        if now < self._due:
+            return
+        self._due = now + DELAY_PERIOD_NS
+        try:
+            self._statistics[t.RUN_DELAY_NS] = int(self._path.read_text().split()[1])
+        except (OSError, IndexError, ValueError):
+            self._due = now + 3600 * 10**9  # a kernel without it: nothing to report
+
+
+def pin_thread(core: int) -> None:
+    """Pin the calling thread to a core; a core that was taken from us is no reason to fail."""
+    try:
+        os.sched_setaffinity(0, {core})
+    except OSError:
+        return

@@ -1,0 +1,441 @@
+"""The disk lane: loads what is resident, then reads the sweep round and round ahead of compute.
+
+A few threads take the next block of the sweep in turn, wait until its slot is free, and read it
+straight into the arena with O_DIRECT. Blocks retire in order. One more thread gathers the embedding
+rows of each step where the embeddings are not in RAM. This process needs no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+
+from shadowlane.actors.arena import (
+    DISK_COUNTER,
+    DISK_SPAN_FIELDS,
+    DISK_SPAN_RING,
+    DISK_STATISTICS,
+    GATHER_COUNTER,
+    RECORD_RING,
+    STEP_COUNTER,
+    Arena,
+    ArenaHandle,
+    ArenaLayout,
+)
+from shadowlane.actors.blueprint import PAGE, BlockSource, Blueprint, gather_stride
+from shadowlane.actors.lowering import lane_number
+from shadowlane.ops import table as t
+from shadowlane.ops.atomics import (
+    WAIT_ABORTED,
+    WAIT_OK,
+    load32,
+    now_ns,
+    publish,
+    wait_counter,
+)
+from shadowlane.planner.program import Program, Read
+
+DEFAULT_DEPTH = 4  # reads in flight: four threads reach what the disk gives
+LOOK_UP_NS = 50_000_000
+
+# fields of the lane's statistics, int64
+SWEEP_NBYTES, LOAD_NBYTES, GATHER_NBYTES, BUSY_NS, NUM_READS, NUM_SPANS, BUFFERED = range(7)
+
+Span = Callable[[str], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What the lane reads under one placement, and from where it counts.
+
+    Step k (0 = the first under this placement) begins at ordinal `base + k * len(blocks)`, when
+    compute lane n has retired `lane_bases[n] + k * lane_lengths[n]` instructions.
+    """
+
+    blocks: tuple[int, ...]
+    consumers: tuple[tuple[tuple[int, int], ...], ...]  # per ordinal: (lane, rel) that free it
+    num_slots: int
+    base: int
+    lane_bases: tuple[int, ...]
+    lane_lengths: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        program: Program,
+        num_slots: int,
+        base: int,
+        lane_bases: Sequence[int],
+        lane_lengths: Sequence[int],
+    ) -> Sweep:
+        reads = [each for each in program.instructions if isinstance(each, Read)]
+        return Sweep(
+            blocks=tuple(read.block for read in reads),
+            consumers=tuple(
+                tuple((lane_number(wait.lane), wait.rel) for wait in read.consumers)
+                for read in reads
+            ),
+            num_slots=num_slots,
+            base=base,
+            lane_bases=tuple(lane_bases),
+            lane_lengths=tuple(lane_lengths),
+        )
+
+
+class DiskLane:
+    """The storage lane. `run` is its loop; `load` and `adopt` may be called beside it."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        layout: ArenaLayout,
+        handle: ArenaHandle,
+        stamps: Sequence[object] = (),
+        *,
+        depth: int = DEFAULT_DEPTH,
+        direct: bool = True,
+        prefetch: bool = True,
+        span: Span | None = None,
+    ) -> None:
+        """`direct`: use O_DIRECT where the file system allows it. `prefetch`: read ahead."""
+        self._blueprint = blueprint
+        self._layout = layout
+        self._arena = Arena.attach(handle)
+        self._stamps = tuple(stamps)
+        self._depth = depth
+        self._prefetch = prefetch
+        self._span = span or (lambda name: nullcontext())
+        self._files = {
+            path: ModelFile(path, direct)
+            for path in sorted({source.path for source in blueprint.sources})
+        }
+        self._statistics = self._arena.view(layout.disk, np.int64, DISK_STATISTICS)
+        self._statistics[BUFFERED] = int(any(not each.direct for each in self._files.values()))
+        self._spans = self._arena.view(
+            layout.disk + DISK_STATISTICS * 8, np.int64, DISK_SPAN_RING, DISK_SPAN_FIELDS
+        )
+        self._lock = threading.Condition()
+        self._sweep: Sweep | None = None
+        self._next = 0  # the next ordinal to be read
+        self._retired = 0  # blocks before this one have arrived
+        self._arrived: set[int] = set()
+        self._reading = 0  # threads between taking an ordinal and its arrival
+        self._busy_since = 0
+        self._in_flight = 0
+        self._paused = True
+        self._stopping = False
+        self._homes: Mapping[int, int] = {}
+        self.error: str | None = None
+
+    # -- calls from the engine
+
+    def load(self, homes: Mapping[int, int]) -> None:
+        """Read blocks to their homes (arena offset of the enclosing range), `depth` at a time.
+
+        Raises OSError, or ValueError if a file ends early.
+        """
+        todo = sorted(homes.items(), key=lambda each: self._key(each[0]))
+        lock = threading.Lock()
+        failures: list[Exception] = []
+
+        def work() -> None:
+            while not failures:
+                with lock:
+                    if not todo:
+                        return
+                    block, home = todo.pop()
+                try:
+                    nbytes = self._read(block, home, step=0)
+                except Exception as error:  # reported below, by the caller's thread
+                    failures.append(error)
+                    return
+                with lock:
+                    self._statistics[LOAD_NBYTES] += nbytes
+
+        todo.reverse()
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(self._depth)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        self._homes = {**self._homes, **homes}
+
+    def adopt(self, sweep: Sweep | None, homes: Mapping[int, int], placement_id: int) -> int:
+        """Go on with this sweep. Call it between steps only.
+
+        Where the blocks are those of the sweep before, what was read ahead stays valid and
+        `sweep.base` must be the ordinal at which the next step begins; otherwise read-ahead is
+        dropped and `base` must be what `park` returned. Returns the placement's id.
+        """
+        self.park()
+        with self._lock:
+            same = (
+                sweep is not None
+                and self._sweep is not None
+                and sweep.blocks == self._sweep.blocks
+                and sweep.num_slots == self._sweep.num_slots
+            )
+            if not same and sweep is not None and sweep.base != self._retired:
+                raise ValueError(f"a new sweep must begin at {self._retired}; got {sweep.base}")
+            self._sweep = sweep if sweep is not None and sweep.blocks else None
+            self._homes = dict(homes)
+            self._paused = self._sweep is None
+            self._lock.notify_all()
+        return placement_id
+
+    def park(self) -> int:
+        """Stop reading; returns the number of blocks that have arrived."""
+        with self._lock:
+            self._paused = True
+            while self._reading and not self._stopping:
+                self._lock.wait(0.1)
+            self._next = self._retired
+            return self._retired
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+
+    def run(self) -> str | None:
+        """Read until `stop` or the abort word. Returns the error that ended it, if any."""
+        threads = [
+            threading.Thread(target=self._guarded, args=(self._read_sweeps,), daemon=True)
+            for _ in range(self._depth)
+        ]
+        threads.append(
+            threading.Thread(target=self._guarded, args=(self._gather_steps,), daemon=True)
+        )
+        for thread in threads:
+            thread.start()
+        self._guarded(self._follow_sweeps)
+        for thread in threads:
+            thread.join()
+        return self.error
+
+    # -- threads
+
+    def _guarded(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except Exception as error:  # the lane's only report: engine and peers must be told
+            if self.error is None:
+                self.error = f"disk:0: {error}"
+            self._arena.view(self._layout.abort, np.int32, 1)[0] = 1
+            self.stop()
+
+    def _address(self, counter: int) -> int:
+        return self._arena.base + self._layout.counter(counter)
+
+    @property
+    def _abort(self) -> int:
+        return self._arena.base + self._layout.abort
+
+    def _is_over(self) -> bool:
+        return self._stopping or load32(self._abort) != 0
+
+    def _read_sweeps(self) -> None:
+        while True:
+            with self._lock:
+                while self._paused and not self._is_over():
+                    self._lock.wait(0.1)
+                if self._is_over():
+                    return
+                sweep, ordinal = self._sweep, self._next
+                assert sweep is not None
+                self._next += 1
+                self._reading += 1
+            try:
+                arrived = self._wait_free(sweep, ordinal) and self._read_ordinal(sweep, ordinal)
+            finally:
+                with self._lock:
+                    self._reading -= 1
+                    self._lock.notify_all()
+            if not arrived and self._is_over():
+                return
+
+    def _wait_free(self, sweep: Sweep, ordinal: int) -> bool:
+        """Wait until the slot of an ordinal may be overwritten; False if parked meanwhile."""
+        local = ordinal - sweep.base
+        waits = []
+        freed = local - sweep.num_slots
+        if freed >= 0:
+            step, place = divmod(freed, len(sweep.blocks))
+            waits += [(lane, step, rel) for lane, rel in sweep.consumers[place]]
+        if not self._prefetch:  # read when the instruction before the consumer has retired
+            step, place = divmod(local, len(sweep.blocks))
+            waits += [(lane, step, rel - 1) for lane, rel in sweep.consumers[place]]
+        for lane, step, rel in waits:
+            wanted = sweep.lane_bases[lane] + step * sweep.lane_lengths[lane] + rel
+            while True:
+                status = wait_counter(
+                    self._address(lane), np.int32(wanted & 0xFFFFFFFF), self._abort, 0, LOOK_UP_NS
+                )
+                if status == WAIT_OK:
+                    break
+                if status == WAIT_ABORTED or self._paused or self._stopping:
+                    return False
+        return not self._paused
+
+    def _read_ordinal(self, sweep: Sweep, ordinal: int) -> bool:
+        block = sweep.blocks[(ordinal - sweep.base) % len(sweep.blocks)]
+        slot = ordinal % sweep.num_slots
+        step = (ordinal - sweep.base) // len(sweep.blocks)
+        nbytes = self._read(block, self._layout.ring + slot * self._layout.slot_nbytes, step)
+        with self._lock:
+            self._statistics[SWEEP_NBYTES] += nbytes
+            self._arrived.add(ordinal)
+            while self._retired in self._arrived:
+                self._arrived.remove(self._retired)
+                self._retired += 1
+            publish(self._address(DISK_COUNTER), np.int32(self._retired & 0xFFFFFFFF))
+        return True
+
+    def _follow_sweeps(self) -> None:
+        """One span per sweep in Ray's timeline, from this, the actor method's own thread."""
+        while not self._is_over():
+            with self._lock:
+                sweep, retired = self._sweep, self._retired
+                if sweep is None:
+                    self._lock.wait(0.1)
+                    continue
+            number = max(0, retired - sweep.base) // len(sweep.blocks)
+            end = sweep.base + (number + 1) * len(sweep.blocks)
+            with self._span(f"sweep {number}"):
+                while not self._is_over() and self._sweep is sweep and self._retired < end:
+                    wait_counter(
+                        self._address(DISK_COUNTER),
+                        np.int32(end & 0xFFFFFFFF),
+                        self._abort,
+                        0,
+                        LOOK_UP_NS,
+                    )
+
+    def _gather_steps(self) -> None:
+        """For each step: the embedding rows of its tokens that no resident block holds."""
+        step = load32(self._address(STEP_COUNTER))
+        while not self._is_over():
+            status = wait_counter(self._address(STEP_COUNTER), step + 1, self._abort, 0, LOOK_UP_NS)
+            if status != WAIT_OK:
+                continue
+            step = load32(self._address(STEP_COUNTER))
+            if any(block not in self._homes for block in self._blueprint.embedding_blocks):
+                self._gather(step)
+            publish(self._address(GATHER_COUNTER), np.int32(step))
+
+    def _gather(self, step: int) -> None:
+        layout, blueprint = self._layout, self._blueprint
+        record = layout.records + (step % RECORD_RING) * layout.record_nbytes
+        header = self._arena.view(record, np.int64, t.RECORD_HEADER_FIELDS)
+        count = int(header[t.NUM_DECODE] + header[t.NUM_PREFILL])
+        tokens = self._arena.view(record + layout.record_offsets["tokens"], np.int32, count)
+        stride = gather_stride(blueprint.embedding)
+        first_row: dict[int, int] = {}  # token -> row that already holds it
+        for row, token in enumerate(tokens.tolist()):
+            block = blueprint.embedding_blocks[token // blueprint.embedding_block_rows]
+            if block in self._homes:
+                continue
+            target = layout.scratch["gather"] + row * stride
+            source = blueprint.sources[block]
+            nbytes = source.row_nbytes
+            if token in first_row:
+                copied = layout.scratch["gather"] + first_row[token] * stride
+                self._arena.memory[target : target + nbytes] = self._arena.memory[
+                    copied : copied + nbytes
+                ]
+                continue
+            first_row[token] = row
+            offset = source.offset + (token - source.first_row) * nbytes
+            data = self._files[source.path].read_small(offset, nbytes)
+            self._arena.memory[target : target + nbytes] = np.frombuffer(data, np.uint8)
+            self._statistics[GATHER_NBYTES] += nbytes
+
+    # -- files
+
+    def _key(self, block: int) -> tuple[str, int]:
+        source = self._blueprint.sources[block]
+        return source.path, source.offset
+
+    def _read(self, block: int, home: int, step: int) -> int:
+        """Read a block's enclosing range to an arena offset. Returns the bytes of its weights."""
+        source = self._blueprint.sources[block]
+        for stamp in self._stamps:
+            if stamp.path == source.path:
+                stamp.check_unchanged()
+        started = now_ns()
+        with self._lock:
+            if self._in_flight == 0:
+                self._busy_since = started
+            self._in_flight += 1
+        try:
+            self._files[source.path].read_block(source, self._arena.memory, home)
+        finally:
+            ended = now_ns()
+            with self._lock:
+                self._in_flight -= 1
+                if self._in_flight == 0:
+                    self._statistics[BUSY_NS] += ended - self._busy_since
+                place = int(self._statistics[NUM_SPANS]) % DISK_SPAN_RING
+                self._spans[place] = (step, block, started, ended, source.nbytes)
+                self._statistics[NUM_SPANS] += 1
+                self._statistics[NUM_READS] += 1
+        return source.nbytes
+
+
+class ModelFile:
+    """One weight file, read with O_DIRECT where the file system allows it."""
+
+    def __init__(self, path: str, direct: bool) -> None:
+        self.path = path
+        self.direct = direct
+        self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = self._buffered
+        if direct:
+            try:
+                self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                self._probe()
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                self.direct = False
+                self._descriptor = self._buffered
+
+    def _probe(self) -> None:
+        """Some file systems accept the flag and refuse the read."""
+        buffer = np.zeros(2 * PAGE, np.uint8)
+        start = -int(buffer.ctypes.data) % PAGE
+        os.preadv(self._descriptor, [memoryview(buffer)[start : start + PAGE]], 0)
+
+    def read_block(self, source: BlockSource, memory: np.ndarray, home: int) -> None:
+        """Read a block's enclosing range to `memory[home:]`; the weights begin at its skew."""
+        wanted = source.skew + source.nbytes
+        start = source.offset - source.skew
+        done = 0
+        while done < wanted:
+            # NOTE: after a short read the rest begins again at a page, as direct reads must.
+            done -= done % PAGE
+            target = memoryview(memory[home + done : home + source.held_nbytes])
+            count = os.preadv(self._descriptor, [target], start + done)
+            if done + count < wanted and count < PAGE:
+                raise ValueError(
+                    f"{self.path}: must hold {source.nbytes} bytes at {source.offset}; "
+                    f"it ends {wanted - done - count} bytes early"
+                )
+            done += count
+        if not self.direct:
+            # what was read lives in the arena now; a second copy in the page cache helps nobody
+            os.posix_fadvise(self._descriptor, start, source.held_nbytes, os.POSIX_FADV_DONTNEED)
+
+    def read_small(self, offset: int, nbytes: int) -> bytes:
+        """A few bytes through the page cache, which keeps the rows of common tokens."""
+        data = os.pread(self._buffered, nbytes, offset)
+        if len(data) != nbytes:
+            raise ValueError(f"{self.path}: must hold {nbytes} bytes at {offset}; it ends early")
+        return data

@@ -1,0 +1,255 @@
+"""Lowering: a symbolic program of the planner becomes the table that `ops/walker.py` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from shadowlane.actors.arena import DISK_COUNTER, GATHER_COUNTER, ArenaLayout
+from shadowlane.actors.blueprint import (
+    LAYOUT_OF,
+    UNIT_ROWS,
+    Blueprint,
+    gather_stride,
+    whole_pages,
+)
+from shadowlane.ops import table as t
+from shadowlane.ops.decoder import GroupDescription
+from shadowlane.ops.expand import expand_row_address
+from shadowlane.ops.kernels import matvec_address
+from shadowlane.ops.layouts import LAYOUTS
+from shadowlane.ops.tiles import LoweredProgram
+from shadowlane.planner.placement import DISK_LANE, Placement
+from shadowlane.planner.program import ComputeInstruction, Program
+
+CHUNKS_PER_WORKER = 8
+MAX_CHUNK_NBYTES = 256 << 10
+KINDS = {
+    "embed": t.EMBED,
+    "qkv": t.LINEAR,
+    "attn": t.ATTENTION,
+    "o": t.LINEAR,
+    "gate_up": t.GATE_UP,
+    "down": t.LINEAR,
+    "lm_head": t.LM_HEAD,
+}
+
+
+def lane_number(name: str) -> int:
+    """cpu:1 -> 1: the number of a compute lane's counter."""
+    return int(name.split(":")[1])
+
+
+def make_geometry(
+    blueprint: Blueprint, layout: ArenaLayout, lane: int, num_workers: int
+) -> np.ndarray:
+    """What is the same for all programs of a lane: int64 [GEOMETRY_FIELDS], see `table.py`."""
+    config, plan = blueprint.config, blueprint.scratch
+    sizes = (
+        plan.worker_expand,
+        plan.worker_input,
+        plan.worker_output,
+        plan.worker_scores,
+        plan.worker_tile,
+    )
+    starts = [sum(whole_pages(size) for size in sizes[:index]) for index in range(len(sizes))]
+    record = layout.record_offsets
+    fields = {
+        t.ABORT: layout.abort,
+        t.COUNTERS: layout.counters,
+        t.LANE: lane,
+        t.DISK_COUNTER: DISK_COUNTER,
+        t.GATHER_COUNTER: GATHER_COUNTER,
+        t.TICKETS: layout.tickets[lane],
+        t.SPIN_NS: layout.spins + 64 * lane,
+        t.WORKERS: layout.workers[lane],
+        t.NUM_WORKERS: num_workers,
+        t.RING: layout.ring,
+        t.SLOT_NBYTES: layout.slot_nbytes,
+        t.NUM_SLOTS: max(1, layout.num_slots),
+        t.HIDDEN: config.hidden_size,
+        t.NUM_HEADS: config.num_heads,
+        t.NUM_KV_HEADS: config.num_kv_heads,
+        t.HEAD_DIM: config.head_dim,
+        t.ROPE_INTERLEAVED: int(blueprint.rope_interleaved),
+        t.NORM_EPS: layout.norm_eps,
+        t.KV: layout.kv,
+        t.KV_LAYOUT: LAYOUTS[LAYOUT_OF[blueprint.dtype]].id,
+        t.PAGE_TOKENS: blueprint.catalog.page_tokens,
+        t.NUM_PAGES: layout.num_pages,
+        t.X: layout.scratch["residual"],
+        t.QKV: layout.scratch["qkv"],
+        t.COS: layout.scratch["cos"],
+        t.SIN: layout.scratch["sin"],
+        t.GATHER: layout.scratch["gather"],
+        t.GATHER_STRIDE: gather_stride(blueprint.embedding),
+        t.SCRATCH: layout.worker_scratch[lane],
+        t.SCRATCH_NBYTES: plan.worker_nbytes,
+        t.SCRATCH_INPUT: starts[1],
+        t.SCRATCH_OUTPUT: starts[2],
+        t.SCRATCH_SCORES: starts[3],
+        t.SCRATCH_TILE: starts[4],
+        t.CONTEXT: blueprint.context_limit,
+        t.RECORD_TOKENS: record["tokens"],
+        t.RECORD_POSITIONS: record["positions"],
+        t.RECORD_SEQUENCES: record["sequences"],
+        t.RECORD_LOGIT_ROWS: record["logit_rows"],
+        t.RECORD_PAGES: record["pages"],
+        t.RECORD_INV_FREQ: record["inv_freq"],
+        t.RECORD_SCALING: record["scaling"],
+        t.MAX_PAGES: layout.max_pages,
+        t.COMPUTE_LAYOUT: LAYOUTS[LAYOUT_OF[blueprint.dtype]].id,
+    }
+    geometry = np.zeros(t.GEOMETRY_FIELDS, np.int64)
+    assert set(fields) == set(range(t.GEOMETRY_FIELDS)), "every field of the geometry is set"
+    for field, value in fields.items():
+        geometry[field] = value
+    return geometry
+
+
+def lower(
+    blueprint: Blueprint,
+    layout: ArenaLayout,
+    placement: Placement,
+    program: Program,
+    homes: Mapping[int, int],
+    num_workers: int,
+) -> LoweredProgram:
+    """The tables of one compute lane.
+
+    homes: arena offset of each resident block's enclosing range, by block index.
+    """
+    ordinals = {block: ordinal for ordinal, block in enumerate(placement.sweep)}
+    blocks = np.array(
+        [
+            _block_row(blueprint, index, homes.get(index), ordinals.get(index, -1))
+            for index in range(len(blueprint.sources))
+        ],
+        np.int64,
+    ).reshape(len(blueprint.sources), t.BLOCK_COLUMNS)
+    by_name = {group.name: number for number, group in enumerate(blueprint.groups)}
+    items: list[tuple[int, ...]] = []
+    instructions = np.full((len(program.instructions), t.INSTRUCTION_COLUMNS), -1, np.int64)
+    for ordinal, instruction in enumerate(program.instructions):
+        assert isinstance(instruction, ComputeInstruction)
+        number = by_name[instruction.group]
+        row = instructions[ordinal]
+        row[t.ORDINAL] = ordinal
+        row[t.GROUP] = number
+        _fill(row, blueprint, layout, blueprint.groups[number])
+        for wait in instruction.waits:
+            if wait.lane != DISK_LANE:
+                row[t.PEER_WAIT + lane_number(wait.lane)] = wait.rel
+        kind = blueprint.groups[number].kind
+        if kind == "embed":
+            row[t.TILE_START] = blueprint.embedding_blocks[0]
+            row[t.BLOCK_ROWS] = blueprint.embedding_block_rows
+            row[t.GATHERED] = int(any(index not in homes for index in blueprint.embedding_blocks))
+            row[t.ITEM_START], row[t.ITEM_COUNT], row[t.TILE_COUNT] = 0, 1, 0
+        elif kind == "attn":
+            row[t.ITEM_START] = instruction.first_unit
+            row[t.ITEM_COUNT] = instruction.last_unit - instruction.first_unit
+            row[t.TILE_START], row[t.TILE_COUNT] = 0, 0
+        else:
+            row[t.ITEM_START] = len(items)
+            items.extend(_chunks(blueprint, number, instruction, num_workers))
+            row[t.ITEM_COUNT] = len(items) - row[t.ITEM_START]
+            row[t.TILE_START] = len(items)
+            items.extend(_tiles(blueprint, number, instruction))
+            row[t.TILE_COUNT] = len(items) - row[t.TILE_START]
+    return LoweredProgram(
+        placement_id=placement.placement_id,
+        instructions=instructions,
+        items=np.array(items, np.int64).reshape(len(items), t.ITEM_COLUMNS),
+        blocks=blocks,
+    )
+
+
+def _block_row(blueprint: Blueprint, index: int, home: int | None, ordinal: int) -> tuple[int, ...]:
+    source = blueprint.sources[index]
+    columns = {
+        t.OFFSET: -1 if home is None else home + source.skew,
+        t.SWEEP_ORDINAL: ordinal,
+        t.SKEW: source.skew,
+        t.BLOCK_FIRST_ROW: source.first_row,
+        t.BLOCK_NUM_ROWS: source.num_rows,
+        t.ROW_NBYTES: source.row_nbytes,
+        t.LAYOUT: LAYOUTS[source.layout].id,
+        t.OPERATOR: matvec_address(source.layout),
+        t.EXPAND: expand_row_address(source.layout),
+    }
+    return tuple(columns[column] for column in range(t.BLOCK_COLUMNS))
+
+
+def _fill(
+    row: np.ndarray, blueprint: Blueprint, layout: ArenaLayout, group: GroupDescription
+) -> None:
+    """The columns that depend on the group alone."""
+    config, scratch, constants = blueprint.config, layout.scratch, layout.constant_offsets
+    rows = sum(part.rows for part in group.parts)
+    row[t.KIND] = KINDS[group.kind]
+    row[t.LAYER] = -1 if group.layer is None else group.layer
+    row[t.COLS] = group.parts[0].cols if group.parts else config.hidden_size
+    row[t.ROWS] = group.parts[0].rows if group.kind == "gate_up" else rows
+    row[t.NORM_WEIGHT] = constants[group.norm] if group.norm else -1
+    bias = group.parts[0].bias if group.parts else None
+    row[t.BIAS] = constants[bias] if bias else -1
+    row[t.EPILOGUE] = t.ADD if group.kind in ("o", "down") else t.STORE
+    buffers = {
+        "embed": ("residual", "residual", "residual", "residual"),
+        "qkv": ("residual", "residual", "qkv", "qkv"),
+        "attn": ("qkv", "qkv", "attended", "attended_chunk"),
+        "o": ("attended", "attended_chunk", "residual", "residual"),
+        "gate_up": ("residual", "residual", "activated", "activated_chunk"),
+        "down": ("activated", "activated_chunk", "residual", "residual"),
+        "lm_head": ("residual", "residual", "logits", "logits"),
+    }[group.kind]
+    for column, name in zip(
+        (t.INPUT, t.PREFILL_INPUT, t.OUTPUT, t.PREFILL_OUTPUT), buffers, strict=True
+    ):
+        row[column] = scratch[name]
+    window = config.windows[group.layer] if group.layer is not None else None
+    row[t.WINDOW] = window or 0
+    row[t.Q_NORM] = constants[group.q_norm] if group.q_norm else -1
+    row[t.K_NORM] = constants[group.k_norm] if group.k_norm else -1
+
+
+def _columns(blueprint: Blueprint, number: int) -> list[tuple[int, int]]:
+    """(block, second block) of a group by rising output row; -1 where there is no second."""
+    indices = blueprint.catalog.groups[number].blocks
+    if blueprint.groups[number].kind == "gate_up":
+        return list(zip(indices[::2], indices[1::2], strict=True))
+    return [(index, -1) for index in indices]
+
+
+def _chunks(
+    blueprint: Blueprint, number: int, instruction: ComputeInstruction, num_workers: int
+) -> list[tuple[int, ...]]:
+    """Decode items: the share cut into pieces small enough to balance the workers of the lane."""
+    share = (instruction.last_unit - instruction.first_unit) * UNIT_ROWS
+    first, last = instruction.first_unit * UNIT_ROWS, instruction.last_unit * UNIT_ROWS
+    items = []
+    for block, second in _columns(blueprint, number):
+        source = blueprint.sources[block]
+        start = max(first, source.output_row)
+        end = min(last, source.output_row + source.num_rows)
+        balanced = share // (CHUNKS_PER_WORKER * num_workers)
+        most = MAX_CHUNK_NBYTES // source.row_nbytes
+        height = max(UNIT_ROWS, min(balanced, most) // UNIT_ROWS * UNIT_ROWS)
+        for at in range(start, end, height):
+            items.append((block, second, at - source.output_row, min(height, end - at), at))
+    return items
+
+
+def _tiles(
+    blueprint: Blueprint, number: int, instruction: ComputeInstruction
+) -> list[tuple[int, ...]]:
+    """Prefill items: whole blocks, each with the instruction that holds its first unit."""
+    items = []
+    for block, second in _columns(blueprint, number):
+        source = blueprint.sources[block]
+        unit = source.output_row // UNIT_ROWS
+        if instruction.first_unit <= unit < instruction.last_unit:
+            items.append((block, second, 0, source.num_rows, source.output_row))
+    return items
