@@ -119,3 +119,14 @@ class Note:
 
 
 Command = PublishPlacement | AnnouncePlacement | RetirePlacement | SetSpin | Note
+
+
+def brief(message: Event | Command) -> str:
+    """One line for a history; a placement by its id only."""
+    if isinstance(message, PublishPlacement):
+        return f"PublishPlacement placement {message.placement.placement_id} ({message.reason})"
+    if isinstance(message, ProfileMeasured):
+        return f"ProfileMeasured {message.profile.hardware}"
+    named = getattr(message, "placement_id", None)
+    about = "" if named is None else f" placement {named}"
+    return f"{type(message).__name__}{about} {message}"

@@ -7,7 +7,7 @@ one that is simplest to defend. So a plan is never predicted slower than a hand-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from shadowlane.planner.catalog import Catalog
@@ -15,7 +15,6 @@ from shadowlane.planner.context import choose_context
 from shadowlane.planner.cost import CostModel, CostTable
 from shadowlane.planner.placement import (
     MIN_SLOTS,
-    InfeasiblePlan,
     LaneSpec,
     Placement,
     Request,
@@ -24,7 +23,7 @@ from shadowlane.planner.placement import (
     show_nbytes,
     whole_pages,
 )
-from shadowlane.planner.simulate import simulate_parts
+from shadowlane.planner.simulate import simulate, simulate_parts
 from shadowlane.planner.spread import candidates
 
 TIE = 0.005  # predictions closer than this are the same
@@ -283,6 +282,22 @@ def split_rows(
     return shares
 
 
+def with_weights(
+    catalog: Catalog, placement: Placement, cost: CostModel, weights: Mapping[str, float]
+) -> Placement:
+    """The same bytes in the same places, other shares: a switch to it moves nothing.
+
+    weights: lane -> part of the rows its speed would earn it; 0 drops it; missing lanes count 1.
+    """
+    table = cost.table(catalog, placement.lanes, streaming=False)
+    speeds = {
+        lane.name: _speeds(table, lane.name, weights.get(lane.name, 1.0))
+        for lane in placement.lanes
+    }
+    changed = replace(placement, shares=split_rows(catalog, placement.lanes, speeds))
+    return replace(changed, predicted_step_s=simulate(catalog, changed, cost).step_s)
+
+
 def _splits(
     catalog: Catalog,
     lanes: Sequence[LaneSpec],
@@ -326,6 +341,3 @@ def _notes(catalog: Catalog, resident: Sequence[bool], cost: CostModel) -> tuple
     if not cost.measured:
         notes.append("nothing was measured here yet: speeds are predicted from assumed figures")
     return tuple(notes)
-
-
-__all__ = ["InfeasiblePlan", "place", "split_rows"]

@@ -1,0 +1,148 @@
+"""The life of placements in a running engine: published, acknowledged, announced, active, retired.
+
+At most one is on its way besides those the engine has promised to run. One that not all lanes have
+acknowledged can be withdrawn; between our word to announce it and the engine's answer it cannot,
+so what comes next waits in `wanted`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from shadowlane.planner import events as ev
+from shadowlane.planner.placement import DISK_LANE, Placement
+from shadowlane.planner.trial import Option
+
+Stage = Literal["published", "acknowledged", "announced", "active", "retired"]
+
+
+class PlannerError(Exception):
+    """An event that cannot be, or a bug. The text ends with the story of what it is about."""
+
+
+@dataclass(slots=True)
+class Record:
+    option: Option
+    placement: Placement
+    reason: str
+    stage: Stage = "published"
+    acknowledged: set[str] = field(default_factory=set)  # lanes
+    settling: int = 0  # steps still to pass unmeasured
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+
+
+class Placements:
+    """All placements ever published, by id; ids count from 1."""
+
+    def __init__(self, settle_steps: int, story: Callable[[str], str]) -> None:
+        self.records: dict[int, Record] = {}
+        self.active: int | None = None  # steps retire under it
+        self.pending: int | None = None  # the newest, not active yet
+        self.wanted: tuple[Option, str] | None = None  # (what, why) to be published next
+        self._settle_steps = settle_steps
+        self._story = story
+
+    @property
+    def is_switching(self) -> bool:
+        return self.pending is not None or self.wanted is not None
+
+    @property
+    def newest(self) -> Option:
+        """What runs, or is on its way to. There must be one."""
+        if self.wanted is not None:
+            return self.wanted[0]
+        newest = self.pending if self.pending is not None else self.active
+        assert newest is not None
+        return self.records[newest].option
+
+    def record(self, placement_id: int) -> Record:
+        record = self.records.get(placement_id)
+        if record is None:
+            raise PlannerError(
+                f"no placement {placement_id} was ever published; {self._story('placement')}"
+            )
+        return record
+
+    def publish(self, option: Option, reason: str) -> list[ev.Command]:
+        commands: list[ev.Command] = []
+        if self.pending is not None:
+            stage = self.records[self.pending].stage
+            if stage == "acknowledged":  # the engine may be announcing it just now
+                self.wanted = option, reason
+                return []
+            if stage == "published":  # nobody was promised anything: withdraw it
+                self.records[self.pending].stage = "retired"
+                commands.append(ev.RetirePlacement(self.pending))
+        self.wanted = None
+        placement_id = len(self.records) + 1
+        placement = replace(option.placement, placement_id=placement_id)
+        self.records[placement_id] = Record(option, placement, reason, settling=self._settle_steps)
+        self.pending = placement_id
+        return [*commands, ev.PublishPlacement(placement, reason)]
+
+    def acknowledge(self, event: ev.PlacementAcknowledged) -> list[ev.Command]:
+        record = self.record(event.placement_id)
+        if record.stage != "published":
+            return []  # withdrawn while this was under way
+        record.acknowledged.add(event.lane)
+        if not {DISK_LANE, *(lane.name for lane in record.placement.lanes)} <= record.acknowledged:
+            return []
+        record.stage = "acknowledged"
+        return [ev.AnnouncePlacement(event.placement_id)]
+
+    def announce(self, event: ev.PlacementAnnounced) -> list[ev.Command]:
+        record = self.record(event.placement_id)
+        if record.stage != "acknowledged":
+            raise self._impossible(event.placement_id, "was announced while")
+        record.stage = "announced"
+        return self.publish(*self.wanted) if self.wanted else []
+
+    def activate(self, placement_id: int) -> list[ev.Command]:
+        """The first step under it has retired, and with it the last step under any older one."""
+        record = self.record(placement_id)
+        if record.stage == "published":
+            raise self._impossible(placement_id, "had a step retired while only")
+        record.stage = "active"
+        self.active = placement_id
+        if self.pending == placement_id:
+            self.pending = None
+        commands: list[ev.Command] = []
+        for older_id, older in self.records.items():
+            if older_id < placement_id and older.stage != "retired":
+                older.stage = "retired"
+                commands.append(ev.RetirePlacement(older_id))
+        if self.wanted and self.pending is None:
+            commands += self.publish(*self.wanted)
+        return commands
+
+    def unsettle(self) -> None:
+        """The conditions have changed: what the running placement measured so far is void."""
+        if self.active is not None:
+            self.records[self.active].paces.clear()
+            self.records[self.active].settling = self._settle_steps
+
+    def validate(self) -> None:
+        """Invariants that hold between any two events."""
+        stages = {placement_id: record.stage for placement_id, record in self.records.items()}
+        active = [placement_id for placement_id, stage in stages.items() if stage == "active"]
+        assert active == ([] if self.active is None else [self.active]), (active, self.active)
+        if self.pending is not None:
+            assert stages[self.pending] in ("published", "acknowledged", "announced"), stages
+            assert self.pending == len(self.records), "only the newest can be pending"
+            assert self.active is None or self.active < self.pending
+        else:
+            assert self.active is not None or not self.records, stages
+        if self.wanted is not None:
+            assert self.pending is not None
+            assert stages[self.pending] == "acknowledged", stages
+        for placement_id, record in self.records.items():
+            assert record.placement.placement_id == placement_id
+            assert record.placement.total_nbytes <= record.placement.ram
+
+    def _impossible(self, placement_id: int, what: str) -> PlannerError:
+        stage = self.records[placement_id].stage
+        story = self._story(f"placement {placement_id}")
+        return PlannerError(f"placement {placement_id} {what} {stage}; story: {story}")

@@ -1,0 +1,125 @@
+"""What was measured of each configuration, and what was predicted for it, kept for comparison."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.cost import CostModel, Workload
+from shadowlane.planner.placement import Placement
+from shadowlane.planner.simulate import Simulation, simulate
+
+CONTEXT_STEP = 256  # contexts within one such step are predicted alike
+WINDOW = 8  # newest steps that a configuration's pace is the mean of
+LEAST_STEPS = 3  # and how many it takes to be compared at all
+
+Conditions = tuple[str, ...]  # lanes whose core is shared, sorted
+
+
+@dataclass(slots=True)
+class _Measured:
+    label: str
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    @property
+    def pace(self) -> float:
+        return sum(self.paces) / len(self.paces)
+
+
+@dataclass(slots=True)
+class LaneState:
+    """What the planner knows of one lane of the running engine."""
+
+    spin_us: int
+    is_alive: bool = True
+    ratio: float | None = None  # smoothed measured / predicted busy time, without any drift
+    folded: float = 1.0  # the part of it that the cost model already knows
+    delayed: float = 0.0  # fraction in the run queue while the core counts as shared, else 0
+    calm_windows: int = 0  # in a row, since
+    probe_in: int | None = None  # steps until a lane that was set back is tried again
+    probe_interval: int = 0
+
+    @property
+    def drift(self) -> float:
+        return 0.0 if self.ratio is None else self.ratio / self.folded - 1.0
+
+    def measure(self, ratio: float, smoothing: float) -> None:
+        old = ratio if self.ratio is None else self.ratio
+        self.ratio = old + smoothing * (ratio - old)
+
+
+class MeasuredPaces:
+    """Pace = seconds of a step / those predicted for the era's first plan; less is better."""
+
+    def __init__(self) -> None:
+        self._measured: dict[tuple[Conditions, int], _Measured] = {}
+        self._contents: dict[tuple[object, ...], int] = {}
+
+    def content(self, placement: Placement) -> int:
+        """A small number that placements with the same effect share, whatever their ids."""
+        key = (tuple(placement.shares.items()), placement.sweep, placement.num_slots)
+        return self._contents.setdefault(key, len(self._contents))
+
+    def add(self, conditions: Conditions, content: int, label: str, pace: float) -> None:
+        self._measured.setdefault((conditions, content), _Measured(label)).paces.append(pace)
+
+    def best(self, conditions: Conditions) -> tuple[str, float] | None:
+        """(label, pace) of the fastest configuration under these conditions."""
+        known = [
+            (each.label, each.pace)
+            for (under, _), each in self._measured.items()
+            if under == conditions and len(each.paces) >= LEAST_STEPS
+        ]
+        return min(known, key=lambda each: each[1], default=None)
+
+    def regret(self, conditions: Conditions, content: int) -> float | None:
+        """pace / best pace - 1; None while too little is measured."""
+        best = self.best(conditions)
+        mine = self._measured.get((conditions, content))
+        if best is None or mine is None or len(mine.paces) < LEAST_STEPS:
+            return None
+        return mine.pace / best[1] - 1
+
+    def forget(self) -> None:
+        """A new era: budget, lanes or profile changed, nothing measured before compares."""
+        self._measured.clear()
+
+
+class Predictions:
+    """Simulations by placement and workload, made when first asked for."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._simulations: dict[tuple[int, int, int], Simulation] = {}
+        self._reference: Placement | None = None
+        self._reference_s: dict[tuple[int, int], float] = {}
+
+    def of(self, placement: Placement, cost: CostModel, workload: Workload) -> Simulation:
+        rows, context = _rounded(workload)
+        key = (placement.placement_id, rows, context)
+        if key not in self._simulations:
+            workload = Workload("decode", rows, context)
+            self._simulations[key] = simulate(self._catalog, placement, cost, workload=workload)
+        return self._simulations[key]
+
+    def reference_s(self, placement: Placement, cost: CostModel, workload: Workload) -> float:
+        """Seconds predicted for the first placement that was asked about in this era."""
+        if self._reference is None:
+            self._reference = placement
+        key = _rounded(workload)
+        if key not in self._reference_s:
+            workload = Workload("decode", *key)
+            simulation = simulate(self._catalog, self._reference, cost, workload=workload)
+            self._reference_s[key] = simulation.step_s
+        return self._reference_s[key]
+
+    def forget(self) -> None:
+        self._simulations.clear()
+        self._reference = None
+        self._reference_s.clear()
+
+
+def _rounded(workload: Workload) -> tuple[int, int]:
+    context = -(-max(1, workload.context) // CONTEXT_STEP) * CONTEXT_STEP
+    return workload.rows, context
