@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import shadowlane
+from shadowlane.ops.sampling import SamplingParams
 
 PLAN = {
     "plan_id": "3f2a",
@@ -23,28 +24,19 @@ PLAN = {
 }
 
 
-@dataclass(frozen=True)
-class FakeParams:
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    max_tokens: int = 16
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must not be negative; got {self.temperature}")
-
-
 @dataclass
 class FakeChunk:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+
+
+@dataclass
+class FakeCompletion:
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
 
 
 @dataclass
@@ -59,11 +51,13 @@ class FakeEngine:
     vocab_size: int = 50
     notes: tuple[str, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
-    requests: list[tuple[str, Any, FakeParams]] = field(default_factory=list)
+    requests: list[tuple[str, Any, SamplingParams]] = field(default_factory=list)
     num_open: int = 0
     num_cancelled: int = 0
 
-    def __call__(self, model: Path, progress: Callable[..., None], **arguments: Any) -> FakeEngine:
+    def __call__(
+        self, model: Path, progress: Callable[..., None] = lambda *_: None, **arguments: Any
+    ) -> FakeEngine:
         if self.start_error is not None:
             progress("starting Ray", None)
             raise self.start_error
@@ -80,15 +74,22 @@ class FakeEngine:
     def __exit__(self, *exception: object) -> None:
         self.num_open -= 1
 
-    def stream(self, prompt: Any, params: FakeParams) -> Iterator[FakeChunk]:
+    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[FakeChunk]:
         self.requests.append(("stream", prompt, params))
         return self._chunks(params)
 
-    def stream_chat(self, messages: Any, params: FakeParams) -> Iterator[FakeChunk]:
+    def stream_chat(self, messages: Any, params: SamplingParams) -> Iterator[FakeChunk]:
         self.requests.append(("chat", [dict(message) for message in messages], params))
         return self._chunks(params)
 
-    def _chunks(self, params: FakeParams) -> Iterator[FakeChunk]:
+    def generate(self, prompts: Any, params: SamplingParams) -> list[FakeCompletion]:
+        self.requests += [("generate", prompt, params) for prompt in prompts]
+        return [FakeCompletion("".join(self.pieces), [100, 101], "stop", 5) for _ in prompts]
+
+    def chat(self, messages: Any, params: SamplingParams) -> FakeCompletion:
+        return self.generate([messages], params)[0]
+
+    def _chunks(self, params: SamplingParams) -> Iterator[FakeChunk]:
         if self.stream_error is not None:
             raise self.stream_error
         is_finished = False
@@ -145,7 +146,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
     module.plan_model = plan_model  # type: ignore[attr-defined]
     module.profile_model = profile_model  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "shadowlane.llm", module)
-    monkeypatch.setitem(vars(shadowlane), "SamplingParams", FakeParams)
+    monkeypatch.setitem(vars(shadowlane), "SamplingParams", SamplingParams)
     monkeypatch.setitem(vars(shadowlane), "LLM", fake)
     monkeypatch.setenv("SHADOWLANE_CACHE", str(tmp_path / "cache"))
     return fake

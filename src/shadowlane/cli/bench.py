@@ -63,8 +63,8 @@ def bench(
 ) -> None:
     """Measure tokens per second, mean ± standard deviation, after one uncounted repetition.
 
-    "pp" is the reading of a prompt of random tokens, "tg" the writing of tokens after a prompt of
-    one token, each measured for itself.
+    "pp" is the reading of a prompt of random tokens, "tg" the writing of
+    tokens after a prompt of one token, each measured for itself.
     """
     engine = options.EngineOptions(ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size)
     if prompt_tokens == 0 and decode_tokens == 0:

@@ -154,7 +154,7 @@ Temperature = Annotated[
         "--temp",
         metavar="T",
         **number(),
-        help="Temperature; 0 always takes the likeliest token.",
+        help="Temperature; 0, the default, always takes the likeliest token.",
         rich_help_panel=_SAMPLING,
     ),
 ]
@@ -271,5 +271,5 @@ def sampling_params(max_tokens: int, stop: list[str] | None, **given: Any) -> Sa
     chosen = {name: value for name, value in given.items() if value is not None}
     stop = stop or os.environ.get("SHADOWLANE_STOP", "").splitlines()
     if stop:
-        chosen["stop"] = tuple(stop)
+        chosen["stop"] = stop
     return SamplingParams(max_tokens=max_tokens, **chosen)

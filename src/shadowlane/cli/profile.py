@@ -16,8 +16,8 @@ def profile(
 ) -> None:
     """Measure operators, memory and disk, and keep the figures for later plans.
 
-    Happens by itself before the first run of a model; do it again after changing hardware, or when
-    something else kept the machine busy the first time.
+    Happens by itself before the first run of a model. Do it again after a
+    change of hardware, or if something kept the machine busy the first time.
     """
     with Stages() as stages:
         path = resolve_model(model, stages)

@@ -56,8 +56,8 @@ def run(
 ) -> None:
     """Answer one prompt. Text goes to standard output, progress and a summary to standard error.
 
-    The prompt is -p TEXT, -f FILE, or what is piped in. Models that come with a chat template get
-    the prompt as a user's message; --raw continues it as plain text.
+    The prompt is -p TEXT, -f FILE, or what is piped in. Models that come with
+    a chat template get it as a user's message; --raw continues it as it is.
     """
     engine = options.EngineOptions(ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size)
     params = options.sampling_params(
