@@ -16,11 +16,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from compare import PEERS, last_json_line
 from machine import hardware_line, run_limited, versions
 from measure import as_json, markdown_table, percentile, spread
 
+WORK_NS = 50_000  # computed between two hops: about one operator of a small model
+SPIN_NS = 50_000  # how long a wait spins before it sleeps
 FOLDER = str(Path(__file__).resolve().parent)
 
 
@@ -43,24 +46,28 @@ class Hopper:
         import numpy as np
 
         base = self._words.ctypes.data
-        self._hops.serve_hops(base, 0, 0)
-        self._hops.time_hops(base, 0, 0, np.zeros(1, np.int64))
+        self._hops.serve_hops(base, 0, 0, 0)
+        self._hops.time_hops(base, 0, 0, 0, np.zeros(1, np.int64))
 
-    def serve(self, count: int, spin_ns: int) -> int:
-        return self._hops.serve_hops(self._words.ctypes.data, count, spin_ns)
+    def serve(self, count: int, spin_ns: int, work_ns: int) -> int:
+        return self._hops.serve_hops(self._words.ctypes.data, count, spin_ns, work_ns)
 
-    def time(self, count: int, spin_ns: int) -> list[int]:
+    def time(self, count: int, spin_ns: int, work_ns: int) -> Any:
         import numpy as np
 
         taken = np.zeros(count, np.int64)
-        failed = self._hops.time_hops(self._words.ctypes.data, count, spin_ns, taken)
+        failed = self._hops.time_hops(self._words.ctypes.data, count, spin_ns, work_ns, taken)
         if failed:
             raise RuntimeError(f"every hop must return; number {failed} did not")
-        return taken.tolist()
+        return taken
 
 
 def measure_hops(cores: Sequence[int], count: int) -> dict[str, dict[str, float]]:
-    """Microseconds of one hop (half a round trip): median and 99th percentile of four cases."""
+    """Microseconds of one hop (half a round trip): median and 99th percentile of each case.
+
+    Back to back is the least a hop can take. In an engine both ends compute in between, so that the
+    caches and the scheduler have other things to do; and another process may want the cores.
+    """
     import hops
     import ray
 
@@ -74,19 +81,20 @@ def measure_hops(cores: Sequence[int], count: int) -> dict[str, dict[str, float]
         actor = ray.remote(num_cpus=0)(Hopper)
         near, far = (actor.remote(path, core, FOLDER) for core in cores[:2])
         ray.get([near.compile.remote(), far.compile.remote()])
-        for is_loaded in (False, True):
+        for case, work_ns, is_loaded in (
+            ("back to back", 0, False),
+            ("both cores compute", WORK_NS, False),
+            ("both cores compute, another process on each", WORK_NS, True),
+        ):
             busy = [start_busy_loop(core) for core in cores[:2]] if is_loaded else []
             try:
-                for spin_ns in (50_000, 0):
+                for waiting, spin_ns in (("spin", SPIN_NS), ("sleep", 0)):
                     os.pwrite(handle, bytes(hops.HOPS_NBYTES), 0)
-                    served = far.serve.remote(count, spin_ns)
-                    taken = ray.get(near.time.remote(count, spin_ns))
+                    served = far.serve.remote(count, spin_ns, work_ns)
+                    taken = ray.get(near.time.remote(count, spin_ns, work_ns))
                     ray.get(served)
-                    half_us = [nanoseconds / 2000 for nanoseconds in taken[count // 10 :]]
-                    name = ("spin 50 us" if spin_ns else "sleep") + (
-                        ", both cores busy" if is_loaded else ""
-                    )
-                    result[name] = {
+                    half_us = (taken[count // 10 :] / 2000).tolist()
+                    result[f"{waiting}, {case}"] = {
                         "median_us": percentile(half_us, 50),
                         "p99_us": percentile(half_us, 99),
                     }

@@ -85,8 +85,9 @@ def measure_once(given: argparse.Namespace, ram: int, plan: dict, vocab: int) ->
     before = disk_bytes_read(given.model)
     done, _, _ = run_limited(
         [sys.executable, str(PEERS / "shadowlane_run.py"), f"--model={given.model}",
-         f"--ram={ram}B", f"--prompt-tokens={given.prompt_tokens}", f"--new-tokens={given.new_tokens}",
-         f"--threads={given.threads}", f"--vocab={vocab}", f"--set=ctx_size={context_of(given)}"],
+         f"--ram={ram}B", f"--threads={given.threads}", f"--vocab={vocab}",
+         f"--prompt-tokens={given.prompt_tokens}", f"--new-tokens={given.new_tokens}",
+         f"--set=ctx_size={context_of(given)}"],
         None,
         given.timeout,
     )  # fmt: skip
