@@ -1,0 +1,210 @@
+"""Builds a tokenizer from GGUF metadata: byte-level BPE ("gpt2") or sentencepiece BPE ("llama").
+
+GGUF names the way a text is split before merging (`tokenizer.ggml.pre`) and leaves it to the reader
+to know what the name means. Here each name stands for what the model's own tokenizer.json does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+from shadowlane.ops.errors import ModelError
+from shadowlane.ops.tokenizer import (
+    Tokenizer,
+    TokenizerSettings,
+    read_eos_token_ids,
+)
+
+if TYPE_CHECKING:
+    from shadowlane.ops.files import ModelFiles
+
+# tokenizer.ggml.token_type
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_GPT2 = ("default", "gpt-2")
+_DIGITS = ("smollm", "starcoder", "refact", "command-r")  # GPT-2's, each digit on its own before
+_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3")
+_LLAMA3_PLAIN = ("smaug-bpe", "dbrx")  # split like Llama 3, but neither BOS nor whole-word lookup
+_QWEN2 = ("qwen2", "deepseek-r1-qwen", "megrez")
+_TEKKEN = ("tekken",)
+_KNOWN_SPLITS = (*_GPT2, *_DIGITS, *_LLAMA3, *_LLAMA3_PLAIN, *_QWEN2, *_TEKKEN)
+
+
+def convert_gguf(files: ModelFiles) -> Tokenizer:
+    """The tokenizer a GGUF file describes. Raises ModelError for a kind we do not know."""
+    tokens = _strings(files, "tokenizer.ggml.tokens")
+    kind = _field(files, "tokenizer.ggml.model")
+    split = _field(files, "tokenizer.ggml.pre", "default")
+    if kind == "gpt2":
+        backend = _byte_level(files, tokens, split)
+        adds_bos = split in (*_LLAMA3, *_TEKKEN)
+    elif kind == "llama":
+        backend = _sentencepiece(files, tokens)
+        adds_bos = True
+    else:
+        raise ModelError(f"{files.root}: tokenizer.ggml.model must be gpt2 or llama; got {kind!r}")
+    _add_whole_tokens(backend, tokens, _token_types(files, len(tokens)))
+
+    named = {
+        f"{name}_token": token
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if (token := _named_token(files, key, tokens)) is not None
+    }
+    bos = named.get("bos_token")
+    eos = named.get("eos_token")
+    is_bos_added = bool(_field(files, "tokenizer.ggml.add_bos_token", adds_bos))
+    is_eos_added = bool(_field(files, "tokenizer.ggml.add_eos_token", False))
+    template = _field(files, "tokenizer.chat_template", None)
+    settings = TokenizerSettings(
+        special_tokens={name: text for name, (text, _) in named.items()},
+        chat_template=template if isinstance(template, str) else None,
+        eos_token_ids=read_eos_token_ids(files),
+        ids_before=(bos[1],) if is_bos_added and bos is not None else (),
+        ids_after=(eos[1],) if is_eos_added and eos is not None else (),
+    )
+    return Tokenizer(backend, settings)
+
+
+def _byte_level(files: ModelFiles, tokens: list[str], split: Any) -> tokenizers.Tokenizer:
+    if split not in _KNOWN_SPLITS:
+        raise ModelError(
+            f"{files.root}: tokenizer.ggml.pre must be one of {', '.join(_KNOWN_SPLITS)}; "
+            f"got {split!r}"
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in _strings(files, "tokenizer.ggml.merges")]
+    if any(len(merge) != 2 for merge in merges):
+        raise ModelError(f"{files.root}: tokenizer.ggml.merges must be pairs; not all are")
+    # Llama 3 and Tekken look a whole word up before they merge its pieces.
+    backend = _bpe(files, tokens, merges, ignore_merges=split in (*_LLAMA3, *_TEKKEN))
+    backend.decoder = decoders.ByteLevel()
+    if split in _QWEN2:
+        backend.normalizer = normalizers.NFC()
+    if split in _GPT2:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return backend
+    if split in _DIGITS:
+        first: Any = pre_tokenizers.Digits(individual_digits=True)
+        is_split_again = True
+    else:
+        pattern = _QWEN2_SPLIT if split in _QWEN2 else _LLAMA3_SPLIT
+        pattern = _TEKKEN_SPLIT if split in _TEKKEN else pattern
+        first = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        is_split_again = False
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_split_again)]
+    )
+    return backend
+
+
+def _sentencepiece(files: ModelFiles, tokens: list[str]) -> tokenizers.Tokenizer:
+    types = _token_types(files, len(tokens))
+    scores = files.gguf_field("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise ModelError(
+            f"{files.root}: tokenizer.ggml.scores must be {len(tokens)} numbers; got {len(scores)}"
+        )
+    unknown = _named_token(files, "unknown", tokens)
+    backend = _bpe(
+        files,
+        tokens,
+        merges_from_scores(tokens, scores, types),
+        fuse_unk=True,
+        byte_fallback=True,
+        unk_token=None if unknown is None else unknown[0],
+    )
+    spaces = normalizers.Replace(" ", "▁")
+    text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if _field(files, "tokenizer.ggml.add_space_prefix", True):
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+        text.append(decoders.Strip(content=" ", left=1))
+    else:
+        backend.normalizer = spaces
+    backend.decoder = decoders.Sequence(text)
+    return backend
+
+
+def merges_from_scores(
+    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
+    """The merges that sentencepiece's scores amount to: every way to make a token, best first."""
+    ordinary = {
+        token: score
+        for token, score, type_ in zip(tokens, scores, types, strict=True)
+        if type_ not in (_UNKNOWN, _CONTROL, _BYTE)
+    }
+    merges = [
+        (score, length, token)
+        for token, score in ordinary.items()
+        for length in range(1, len(token))
+        if token[:length] in ordinary and token[length:] in ordinary
+    ]
+    merges.sort(key=lambda merge: (-merge[0], -merge[1]))
+    return [(token[:length], token[length:]) for _, length, token in merges]
+
+
+def _bpe(
+    files: ModelFiles, tokens: list[str], merges: list[Any], **options: Any
+) -> tokenizers.Tokenizer:
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    try:
+        return tokenizers.Tokenizer(BPE(vocab=vocabulary, merges=merges, **options))
+    except Exception as error:  # the package raises plain Exception
+        raise ModelError(f"{files.root}: the tokenizer is inconsistent: {error}") from error
+
+
+def _add_whole_tokens(
+    backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]
+) -> None:
+    """Tokens that are found in a text as they stand and never cut: control and user-defined."""
+    for token, type_ in zip(tokens, types, strict=True):
+        if type_ in (_CONTROL, _UNKNOWN):
+            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif type_ == _USER_DEFINED:
+            backend.add_tokens([AddedToken(token, normalized=False, special=False)])
+
+
+def _token_types(files: ModelFiles, count: int) -> Sequence[int]:
+    types = _field(files, "tokenizer.ggml.token_type", [1] * count)
+    if len(types) != count:
+        raise ModelError(
+            f"{files.root}: tokenizer.ggml.token_type must be {count} numbers; got {len(types)}"
+        )
+    return types
+
+
+def _named_token(files: ModelFiles, key: str, tokens: Sequence[str]) -> tuple[str, int] | None:
+    token_id = _field(files, f"tokenizer.ggml.{key}_token_id", None)
+    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+        return None  # 2^32 - 1 is how some writers say that there is none
+    return tokens[token_id], token_id
+
+
+def _strings(files: ModelFiles, key: str) -> list[str]:
+    values = files.gguf_field(key)
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ModelError(f"{files.root}: {key} must be texts; got {values!r:.60}")
+    return values
+
+
+_REQUIRED = object()
+
+
+def _field(files: ModelFiles, key: str, default: Any = _REQUIRED) -> Any:
+    is_there = files.gguf_metadata is not None and key in files.gguf_metadata
+    return files.gguf_field(key) if is_there or default is _REQUIRED else default
