@@ -20,13 +20,18 @@ from checkpoint import decode_nbytes
 from machine import benchmark_environment, hardware_line, versions
 from measure import as_json, markdown_table, spread
 
+LARGEST_NBYTES = 4 << 30  # more would only take longer
 BANDWIDTH = Path(__file__).resolve().parent / "bandwidth.py"
 
 
-def measure_dram() -> float:
-    """Bytes per second, in a process of its own as the engines have theirs."""
+def measure_dram(nbytes: int) -> float:
+    """Bytes per second of reading so many bytes again and again, in a process of its own.
+
+    As many as the model has: of a small one, a server's cache holds a good part, for the engine as
+    for this measurement.
+    """
     done = subprocess.run(
-        [sys.executable, str(BANDWIDTH), "--dram"],
+        [sys.executable, str(BANDWIDTH), "--dram", f"--size={nbytes}B"],
         capture_output=True,
         text=True,
         env=benchmark_environment(),
@@ -68,7 +73,7 @@ def main() -> None:
         nbytes = decode_nbytes(given.model)
         commands = {engine: compare.command_of(engine, given, vocab) for engine in engines}
         for number in range(given.rounds):
-            dram.append(measure_dram())
+            dram.append(measure_dram(min(nbytes, LARGEST_NBYTES)))
             print(f"round {number + 1}: DRAM {dram[-1] / 1e9:.1f} GB/s", file=sys.stderr)
             rounds.append([compare.measure_once(name, commands[name], given) for name in engines])
     except ValueError as error:
