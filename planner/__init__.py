@@ -4,6 +4,7 @@ catalog    what there is to place          profile, cost   what it takes, measur
 placement  a plan as data                  search          finding one (spread, context: its parts)
 program    what each lane does in a step   validate        the proof that programs fit and run
 simulate   the predicted timeline          bounds          what no plan can beat
-events     what goes in and comes out      shadow          the state that follows a running engine
-explain    a plan in rows
+events     what goes in and comes out      shadow          the state beside a running engine, with
+                                           lifecycle, trial and measured as its parts
+explain    a plan in rows                  synthetic       catalogs for planning without files
 """

@@ -51,16 +51,17 @@ def bounds(
     tables = [cost.table(catalog, [lane], workload, streaming=False) for lane in placement.lanes]
     compute_s = path_s = 0.0
     for index in range(len(catalog.groups)):
-        rates = [
-            1.0 / max(table.full_s[lane.name][index], 1e-12)
+        alone_s = [
+            table.full_s[lane.name][index]
             for table, lane in zip(tables, placement.lanes, strict=True)
         ]
-        together_s = 1.0 / sum(rates)
-        units = catalog.groups[index].units
-        # One unit cannot be divided: the longest branch has at least a whole one.
-        branch_s = max(together_s, 1.0 / max(rates) / units)
+        path_s += tables[0].instruction_s
+        if min(alone_s) == 0.0:
+            continue  # nothing worth counting: rows of the embedding that are in RAM
+        together_s = 1.0 / sum(1.0 / each for each in alone_s)
         compute_s += together_s
-        path_s += branch_s + tables[0].instruction_s
+        # One unit cannot be divided: the longest branch has at least a whole one.
+        path_s += max(together_s, min(alone_s) / catalog.groups[index].units)
     num_attn = sum(1 for group in catalog.groups if group.kind == "attn")
     sequences = workload.rows if workload.phase == "decode" else 1
     kv_read = catalog.page_nbytes / catalog.page_tokens * workload.context * sequences

@@ -98,7 +98,7 @@ def _infeasible(
         "scratch": whole_pages(catalog.scratch_nbytes),
     }
     if everything < pinned + ring:
-        parts["weights"] = everything
+        parts["pinned weights" if pinned == everything else "weights"] = everything
     else:
         if pinned:
             parts["pinned weights"] = pinned

@@ -123,8 +123,9 @@ class PlannerState:
     def _engine_started(self) -> list[ev.Command]:
         if self.placements.records:
             raise PlannerError(f"an engine starts only once; story: {self.story()}")
-        placement = place(self.catalog, self.request, self.cost)
-        return self.placements.publish(_option("first plan", placement), "first plan")
+        option = _option("first plan", place(self.catalog, self.request, self.cost))
+        self._plan_probes(option)  # a lane left out by prediction alone gets its measurement
+        return self.placements.publish(option, "first plan")
 
     def _lane_died(self, name: str) -> list[ev.Command]:
         self._lane(name).is_alive = False
@@ -311,12 +312,22 @@ class PlannerState:
             lane = self.lanes[trial.lane]
             lane.probe_in = probe_interval(trial, trial.lane, lane.probe_interval, self.settings)
             lane.probe_interval = lane.probe_in or 0
+            self._plan_probes(winner)
         elif winner is not trial.current:
             self.refused.add(self.paces.content(trial.current.placement))
         reason = f"{trial.why}: measured {trial.summary()}; {winner.label} stays"
         if winner is trial.current:
             return [ev.Note(reason)]
         return self.placements.publish(winner, reason)
+
+    def _plan_probes(self, option: Option) -> None:
+        """Each lane that is set back will be tried again, and one that is back need not be."""
+        for name, weight in option.weights.items():
+            lane = self.lanes[name]
+            if weight >= 1.0:
+                lane.probe_in, lane.probe_interval = None, 0
+            elif lane.probe_in is None:
+                lane.probe_in = lane.probe_interval = self.settings.probe_min_steps
 
     def _probe(self, record: Record) -> list[ev.Command]:
         """Give a lane that was set back all its rows for a moment, when its time has come."""
@@ -352,8 +363,14 @@ class PlannerState:
         }
         if len(held) == len(request.lanes) and not any(held.values()):
             held = {}
-        best = place(self.catalog, request, self._drifted_cost(), weights=held or None)
-        notes = tuple(dict.fromkeys(now.placement.notes + best.notes))
+        cost = self._drifted_cost()
+        try:  # the ring that is there stays as it is, where the budget allows that
+            kept_ring = replace(request, num_slots=now.placement.num_slots or request.num_slots)
+            best = place(self.catalog, kept_ring, cost, weights=held or None)
+        except InfeasiblePlan:
+            best = place(self.catalog, request, cost, weights=held or None)
+        kept = tuple(note for note in now.placement.notes if note.startswith("context "))
+        notes = tuple(dict.fromkeys(kept + best.notes))
         option = _option(f"re-plan ({best.strategy})", replace(best, notes=notes))
         return replace(option, weights={**option.weights, **held})
 
@@ -363,6 +380,7 @@ class PlannerState:
             return []
         option = self._plan_again(self.placements.newest)
         self._new_era()
+        self._plan_probes(option)
         return self.placements.publish(option, why)
 
     def _new_era(self) -> None:
@@ -395,9 +413,7 @@ class PlannerState:
         """Invariants that hold between any two events; for tests and after a crash."""
         self.placements.validate()
         if self.trial is not None:
-            options = [option for option, _ in self.trial.results]
-            assert self.trial.current not in self.trial.queue
-            assert self.trial.results or self.trial.current not in options
+            assert all(option is not self.trial.current for option in self.trial.queue)
         for name, lane in self.lanes.items():
             assert lane.folded > 0, name
             assert lane.probe_in is None or lane.probe_interval > 0, name

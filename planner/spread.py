@@ -18,9 +18,10 @@ def spread(
     """Keep items, in order, such that what is *not* kept grows in step with `pace`.
 
     nbytes, pace: per item, its size and its part of the step (bytes again, or seconds). An item is
-    kept once the bytes that should have been kept so far reach its size. For items of one pace per
-    byte the bytes kept after each item stay within one largest item below the even line. The sum
-    kept never exceeds `budget`; a second round hands out what rounding left.
+    kept once the bytes that should have been kept by its end reach half of it. For equal items of
+    equal pace the number kept stays within a half of the even line, so no run of streamed ones is
+    longer than (items / kept), rounded up. The sum kept never exceeds `budget`; further rounds hand
+    out what rounding left.
     `kept`: items that are kept in any case, not counted in the budget.
     """
     keep = list(kept) or [False] * len(nbytes)
@@ -39,8 +40,8 @@ def spread(
             if keep[index]:
                 continue
             seen += size
-            wanted = min(left, seen - streamed * passed / whole_pace)
-            if used + size <= wanted:
+            wanted = seen - streamed * passed / whole_pace
+            if used + size <= left and used + size / 2 <= wanted:
                 keep[index] = True
                 used += size
         left -= used
