@@ -20,7 +20,7 @@ def main(name: str) -> None:
             print(f"{ram:>8}: {error}")
             continue
         tiers = ", ".join(f"{tier} {format_size(size)}" for tier, size in plan["tiers"].items())
-        print(f"{ram:>8}: {tiers}; {plan['predicted_decode_tok_per_s']:.1f} tok/s predicted")
+        print(f"{ram:>8}: {tiers}; {plan['predicted']['decode_tok_per_s']:.1f} tok/s predicted")
 
 
 if __name__ == "__main__":

@@ -116,67 +116,141 @@ def summary(stats: Json) -> RenderableType:
     return Lines(*parts)
 
 
-def plan_report(plan: Json) -> RenderableType:
-    """A plan for people: the budget and what fills it, the predictions, then group by group."""
-    rows = [(name.replace("_", " "), text) for name, text in _plan_facts(plan)]
-    groups = _table(("group", "left"), ("bytes", "right"), ("tier", "left"), ("lane", "left"))
-    groups.add_column("why", overflow="fold")
-    for entry in plan.get("groups", ()):
-        groups.add_row(
-            Text(entry["name"]),
-            size(entry["nbytes"]),
-            Text(_where(entry.get("tiers") or entry.get("tier"))),
-            Text(_where(entry.get("lanes") or entry.get("lane"))),
-            Text(entry.get("why", "")),
+def plan_report(plan: Json, by_group: bool = False) -> RenderableType:
+    """A plan for people: the budget and what fills it, the predictions, then layer by layer.
+
+    `plan` is what `shadowlane.planner.explain.plan_report` makes. Layers that are placed alike
+    share a row, unless every group is asked for.
+    """
+    table = _table(("part", "left"), ("bytes", "right"), ("ram", "right"), ("disk", "right"))
+    table.add_column("lanes")
+    table.add_column("why", overflow="fold")
+    for part in map(_group_part, plan["groups"]) if by_group else _parts(plan["groups"]):
+        table.add_row(
+            Text(part.name),
+            size(part.ram_nbytes + part.disk_nbytes),
+            size(part.ram_nbytes),
+            size(part.disk_nbytes),
+            Text(", ".join(part.lanes)),
+            Text(part.why),
         )
-    return Lines(_facts(rows), "", groups)
-
-
-def _where(place: Any) -> str:
-    """One place, or several with what each holds: "ram", "ram 12.0 MiB + disk 3.0 MiB"."""
-    if place is None:
-        return "-"
-    if isinstance(place, str):
-        return place
-    if isinstance(place, Mapping):
-        if len(place) == 1:
-            return str(next(iter(place)))
-        return " + ".join(f"{name} {_share(value)}" for name, value in place.items())
-    return " + ".join(str(name) for name in place)
-
-
-def _share(value: Any) -> str:
-    if isinstance(value, float) and 0 <= value <= 1:
-        return f"{value:.0%}"
-    return size(value) if isinstance(value, int) else str(value)
+    return Lines(_facts(_plan_facts(plan)), "", table)
 
 
 def _plan_facts(plan: Json) -> list[tuple[str, str]]:
-    """Every scalar of the plan by its name, sizes and times with their units; tables come later."""
-    facts: list[tuple[str, str]] = []
-    for key, value in plan.items():
-        if key in ("groups", "notes", "candidates", "programs"):
-            continue
-        if isinstance(value, Mapping):
-            parts = [f"{name} {_figure(f'{key}_{name}', part)}" for name, part in value.items()]
-            facts.append((key, ", ".join(parts)))
-        elif not isinstance(value, list | tuple):
-            facts.append((key, _figure(key, value)))
-    for candidate in plan.get("candidates", ()):
-        facts.append((f"candidate {candidate['name']}", seconds(candidate["step_s"])))
-    return facts
+    parts: Json = plan["bytes"]
+    predicted: Json = plan["predicted"]
+    guess = "" if plan["measured"] else ", from assumed speeds: nothing was measured yet"
+    if plan["measured"] and plan["unmeasured"]:
+        guess = f", unmeasured: {', '.join(plan['unmeasured'])}"
+    lanes = ", ".join(f"{lane} {busy:.0f} %" for lane, busy in predicted["busy_pct"].items())
+    slots = f"ring of {plan['num_slots']} slots {size(parts['slots'])}, " if parts["slots"] else ""
+    return [
+        ("strategy", f"{plan['strategy']}: {plan['why']}"),
+        ("budget", f"{size(plan['budget']['ram'])} of RAM, {size(parts['total'])} of it used"),
+        (
+            "in RAM",
+            f"weights {size(parts['weights'])}, "
+            f"KV cache {size(parts['kv'])} for {plan['context_tokens']} tokens, "
+            f"{slots}scratch {size(parts['scratch'])}, constants {size(parts['constants'])}",
+        ),
+        (
+            "on disk",
+            f"weights {size(plan['tiers']['disk'])}; "
+            f"{size(plan['read_nbytes_per_step'])} are read for each token",
+        ),
+        (
+            "predicted",
+            f"decode {rate(predicted['decode_tok_per_s'])} "
+            f"({seconds(predicted['decode_step_s'])} a token), "
+            f"prompt {rate(predicted['prefill_tok_per_s'])}{guess}",
+        ),
+        ("busy", f"{lanes}; bottleneck {predicted['bottleneck']}"),
+        (
+            "bounds",
+            f"no placement is below {seconds(predicted['resource_bound_s'])} a token "
+            f"({predicted['resource']}), nor below "
+            f"{seconds(predicted['critical_path_bound_s'])} on the critical path",
+        ),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A row of the plan's table: a group outside the layers, or a run of layers placed alike."""
+
+    name: str
+    ram_nbytes: int
+    disk_nbytes: int
+    lanes: tuple[str, ...]
+    why: str
+
+
+def _group_part(group: Json) -> _Part:
+    lanes = [f"{lane} {first}-{last}" for lane, (first, last) in group["lanes"].items()]
+    names = list(group["lanes"]) if len(lanes) == 1 else lanes  # rows matter where they are split
+    why = group["why"]
+    return _Part(group["group"], group["ram_nbytes"], group["disk_nbytes"], tuple(names), why)
+
+
+def _parts(groups: Sequence[Json]) -> list[_Part]:
+    """Groups gathered into layers, and neighbouring layers that are placed alike into one row."""
+    layers: dict[str, list[Json]] = {}
+    for group in groups:
+        layer, dot, _ = group["group"].partition(".")
+        layers.setdefault(layer if dot else group["group"], []).append(group)
+    rows: list[tuple[str, _Part]] = []  # (first layer of the run, row)
+    for name, members in layers.items():
+        is_layer = "." in members[0]["group"]
+        part = _Part(
+            name=f"layer {name}" if is_layer else name,
+            ram_nbytes=sum(member["ram_nbytes"] for member in members),
+            disk_nbytes=sum(member["disk_nbytes"] for member in members),
+            lanes=tuple(dict.fromkeys(lane for member in members for lane in member["lanes"])),
+            why=_layer_why(members) if is_layer else members[0]["why"],
+        )
+        if is_layer and rows and _is_alike(rows[-1][1], part):
+            first, before = rows.pop()
+            part = _Part(
+                name=f"layers {first}-{name}",
+                ram_nbytes=before.ram_nbytes + part.ram_nbytes,
+                disk_nbytes=before.disk_nbytes + part.disk_nbytes,
+                lanes=part.lanes,
+                why=part.why,
+            )
+            rows.append((first, part))
+        else:
+            rows.append((name, part))
+    return [part for _, part in rows]
+
+
+def _is_alike(one: _Part, other: _Part) -> bool:
+    return one.name.startswith("layer") and (one.why, one.lanes) == (other.why, other.lanes)
+
+
+def _layer_why(groups: Sequence[Json]) -> str:
+    whole = [g["kind"] for g in groups if g["disk_nbytes"] and not g["ram_nbytes"]]
+    partly = [g["kind"] for g in groups if g["disk_nbytes"] and g["ram_nbytes"]]
+    if not whole and not partly:
+        return "stays in RAM"
+    if not any(group["ram_nbytes"] for group in groups):
+        return "streams each step"
+    streams = [f"all of {', '.join(whole)}"] if whole else []
+    streams += [f"parts of {', '.join(partly)}"] if partly else []
+    return f"streams {' and '.join(streams)} each step"
 
 
 def _figure(key: str, value: Any) -> str:
+    """A value with the unit that its name ends in."""
     if value is None:
         return "unmeasured"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if "tok_per_s" in key:
-        return rate(value)
     if key.endswith("bytes_per_s"):
         return f"{value / 1e9:.2f} GB/s"
-    if "bytes" in key or key.startswith(("tiers", "budget", "ram", "disk")):
+    if key.endswith("tok_per_s"):
+        return rate(value)
+    if key.endswith("nbytes"):
         return size(int(value))
     if key.endswith("_s"):
         return seconds(value)

@@ -15,6 +15,11 @@ from typer.testing import CliRunner, Result
 
 import shadowlane
 from shadowlane.ops.sampling import SamplingParams
+from shadowlane.planner.cost import CostModel
+from shadowlane.planner.explain import plan_report
+from shadowlane.planner.placement import Request
+from shadowlane.planner.search import place
+from shadowlane.planner.synthetic import llama_catalog
 
 PLAN = {
     "plan_id": "3f2a",
@@ -125,6 +130,15 @@ class FakeEngine:
         }
 
 
+def a_real_plan() -> dict[str, Any]:
+    """What the planner says about a small model of which a third fits."""
+    catalog = llama_catalog(layers=6)
+    weights = sum(block.held_nbytes for block in catalog.blocks)
+    request = Request(ram=weights // 2, context=64)
+    cost = CostModel(None)
+    return plan_report(catalog, place(catalog, request, cost, placement_id=1), cost)
+
+
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
     """The fake engine, in the place of `shadowlane.llm`, with caches below `tmp_path`."""
@@ -136,8 +150,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
         if fake.start_error is not None:
             raise fake.start_error
         fake.arguments = {"model": model, **arguments}
-        group = {"name": "0.qkv", "nbytes": 3 << 20, "tier": "ram", "lane": "cpu:0"}
-        return {**PLAN, "groups": [{**group, "why": "spread over the layers"}]}
+        return a_real_plan()
 
     def profile_model(model: Path, refresh: bool, progress: Callable[..., None]) -> dict[str, Any]:
         progress("measuring disk", 0.1)

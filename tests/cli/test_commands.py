@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from shadowlane import report
 from shadowlane.cli.ps import engine_processes
 from shadowlane.report import RUN_KEYS
+from shadowlane.sizes import format_size
 
-from .conftest import PLAN, FakeEngine
+from .conftest import PLAN, FakeEngine, a_real_plan
 
 Command = Callable[..., Result]
 
@@ -166,10 +168,15 @@ def test_plan_as_table_and_json(
     assert result.exit_code == 0, result.output
     assert engine.arguments["ram"] == 64 << 20
     assert engine.arguments["ctx_size"] == 128
-    for shown in ("0.qkv", "3.00 MiB", "cpu:0", "spread over the layers", "21.5 tok/s", "48.0 MiB"):
-        assert shown in result.stdout
     planned = json.loads(shadowlane_command("plan", model_dir, "--json").stdout)
-    assert planned["groups"][0]["why"] == "spread over the layers"
+    assert planned == json.loads(json.dumps(a_real_plan()))
+    speed = f"decode {report.rate(planned['predicted']['decode_tok_per_s'])}"
+    weights = f"weights {format_size(planned['tiers']['disk'])};"
+    budget = f"{format_size(planned['budget']['ram'])} of RAM"
+    for shown in (speed, weights, budget, "nothing was measured yet", "layers 0-", "lm_head"):
+        assert shown in " ".join(result.stdout.split())
+    by_group = shadowlane_command("plan", model_dir, "--groups").stdout
+    assert all(f"\n{group['group']} " in by_group for group in planned["groups"])
 
 
 def test_profile_measures_again(

@@ -103,7 +103,8 @@ CtxSize = Annotated[
         "--ctx-size",
         metavar="TOKENS",
         **whole_number(1),
-        help="Tokens of context to hold. Default: the model's, or less if the budget is short.",
+        help="Tokens of context to hold. Default: the model's, at most 4096, fewer if the budget "
+        "is short.",
         rich_help_panel=_MEMORY,
     ),
 ]

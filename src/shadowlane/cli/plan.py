@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
 import typer
 
@@ -13,6 +14,7 @@ from shadowlane.models import DEFAULT_MODEL, resolve_model
 EPILOG = options.epilog(
     "shadowlane plan smollm2 --ram 64MiB",
     "shadowlane plan ./llama-3b --ram 4 --ctx-size 8192",
+    "shadowlane plan ./llama-3b --ram 4 --cpu-workers 2 --groups",
     "shadowlane plan ./llama-3b --ram 4 --json | jq .tiers",
 )
 
@@ -20,6 +22,9 @@ EPILOG = options.epilog(
 def plan(
     model: options.ModelArgument = DEFAULT_MODEL,
     json_output: options.JsonOutput = False,
+    by_group: Annotated[
+        bool, options.option("--groups", help="One row per group instead of one per layer.")
+    ] = False,
     ram: options.Ram = None,
     gpu_memory: options.GpuMemory = None,
     ctx_size: options.CtxSize = None,
@@ -47,4 +52,4 @@ def plan(
 
     for note in planned.get("notes", ()):
         typer.echo(f"note: {note}", err=True)
-    Console(highlight=False).print(report.plan_report(planned))
+    Console(highlight=False).print(report.plan_report(planned, by_group))
