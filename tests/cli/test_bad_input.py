@@ -63,7 +63,7 @@ def test_a_prompt_must_be_text(
 ) -> None:
     (tmp_path / "prompt").write_bytes(b"\xff\xfe\x00")
     assert "text must be UTF-8" in fails("run", model_dir, "-f", tmp_path / "prompt")
-    assert "a prompt must hold some text" in fails("run", model_dir, input="")
+    assert "a prompt is needed: -p TEXT, -f FILE" in fails("run", model_dir, input="")
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "plan", "profile", "bench", "show"])
@@ -165,6 +165,9 @@ def test_bench_needs_something_to_measure(
         ("{", "must be a timeline"),
         ("[1]", "must be a timeline"),
         (json.dumps({"traceEvents": [{"ph": "X", "pid": "a", "tid": 1}]}), "whole numbers"),
+        (json.dumps([{"ph": "M", "pid": "a"}]), "whole numbers"),
+        (json.dumps([{"ph": "X", "pid": 1, "tid": 1, "dur": -1}]), "dur must not be negative"),
+        (json.dumps([{"ph": "X", "pid": 1, "tid": 1}]), "'dur'"),
     ],
 )
 def test_a_timeline_that_perfetto_would_refuse(
@@ -183,6 +186,21 @@ def test_a_timeline_needs_a_place(fails: Fails, engine: FakeEngine, tmp_path: Pa
     assert "is a directory" in fails("timeline", tmp_path)
     assert "No such file or directory" in fails("timeline", tmp_path / "no" / "out.json")
     assert "Missing argument 'OUT.json'" in fails("timeline")
+
+
+def test_a_reader_that_goes_away_is_no_message() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "from shadowlane.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--help"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_termination_unwinds_the_stack() -> None:

@@ -43,6 +43,10 @@ class OneLineErrors(TyperGroup):
         try:
             with _termination_unwinds():
                 code = super().main(args, prog_name, complete_var, False, **extra)
+                sys.stdout.flush()  # here, or Python reports a closed pipe when it exits
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 1
         except Exception as error:
             code = report_error(error)
         sys.exit(code if isinstance(code, int) else 0)

@@ -21,6 +21,8 @@ EPILOG = options.epilog(
     'echo "Name three rivers." | shadowlane run --json | jq .decode_tok_per_s',
 )
 
+_NO_PROMPT = "a prompt is needed: -p TEXT, -f FILE, or text on standard input"
+
 
 def run(
     model: options.ModelArgument = DEFAULT_MODEL,
@@ -109,9 +111,11 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
         elif file == "-" or not sys.stdin.isatty():
             prompt = sys.stdin.buffer.read().decode()
         else:
-            raise ValueError("a prompt is needed: -p TEXT, -f FILE, or text on standard input")
+            raise ValueError(_NO_PROMPT)
+        if not prompt and file is None:
+            raise ValueError(_NO_PROMPT)
     if not prompt.strip():
-        raise ValueError("a prompt must hold some text; got an empty one")
+        raise ValueError(f"a prompt must hold some text; got {prompt!r}")
     return prompt
 
 

@@ -50,10 +50,14 @@ def count_spans(content: bytes, source: Path) -> int:
         num_spans = 0
         for event in events:
             # Perfetto wants whole numbers for rows; strings are refused without a message.
-            if not isinstance(event["pid"], int) or not isinstance(event["tid"], int):
+            is_span = event["ph"] == "X"
+            names = ("pid", "tid") if is_span else {"pid", "tid"} & event.keys()
+            if not all(isinstance(event[name], int) for name in names):
                 raise ValueError("pid and tid of each event must be whole numbers")
-            num_spans += event["ph"] == "X"
-    except (ValueError, KeyError, TypeError) as error:
+            if is_span and event["dur"] < 0:
+                raise ValueError(f"dur must not be negative; got {event['dur']}")
+            num_spans += is_span
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{source} must be a timeline of trace events; {reason}") from error
     return num_spans
