@@ -1,18 +1,20 @@
 """Text to token ids and back, from what lies with the model; without importing transformers.
 
 A directory brings a `tokenizer.json`, which the `tokenizers` package reads as it is. GGUF metadata
-and sentencepiece models are converted into that form once and kept in a cache.
+and older forms of tokenizer are converted into that form once and kept in a cache.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +31,16 @@ if TYPE_CHECKING:
 __all__ = ["TextStream", "Tokenizer", "TokenizerSettings", "load_tokenizer", "read_eos_token_ids"]
 
 SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-# Vocabularies that only transformers can turn into a tokenizer.json.
-SLOW_VOCABULARIES = ("tokenizer.model", "vocab.json")
+TOKENIZER_FILES = (
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
 CACHE_VERSION = 1
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -132,12 +142,14 @@ def load_tokenizer(files: ModelFiles, cache_dir: Path) -> Tokenizer | None:
     if (files.root / "tokenizer.json").exists():
         backend = _parse(_read_text(files.root / "tokenizer.json"), files.root / "tokenizer.json")
         return _with_directory_settings(backend, files)
-    path = next((files.root / n for n in SLOW_VOCABULARIES if (files.root / n).exists()), None)
-    if path is None:
-        return None
-    found = path.stat()
-    key = f"{files.fingerprint}-{found.st_size}-{found.st_mtime_ns}"
-    return _converted(cache_dir, key, lambda: _convert_slow(files, path))
+    for name, convert in (
+        ("tokenizer.model", _convert_sentencepiece),
+        ("vocab.json", _convert_with_transformers),
+    ):
+        path = files.root / name
+        if path.exists():
+            return _converted(cache_dir, _directory_key(files), partial(convert, files, path))
+    return None
 
 
 def read_eos_token_ids(files: ModelFiles, eos_token: int | None = None) -> tuple[int, ...]:
@@ -154,9 +166,11 @@ def read_eos_token_ids(files: ModelFiles, eos_token: int | None = None) -> tuple
     return ids if eos_token is None or eos_token in ids else (*ids, eos_token)
 
 
-def _with_directory_settings(backend: tokenizers.Tokenizer, files: ModelFiles) -> Tokenizer:
-    """Applies tokenizer_config.json and its companions to the backend of a directory."""
-    config = _read_json(files.root / "tokenizer_config.json")
+def _with_directory_settings(
+    backend: tokenizers.Tokenizer, files: ModelFiles, defaults: Mapping[str, Any] | None = None
+) -> Tokenizer:
+    """Applies tokenizer_config.json and its companions, over `defaults`, to a backend."""
+    config = dict(defaults or {}) | _read_json(files.root / "tokenizer_config.json")
     named = _read_json(files.root / "special_tokens_map.json") | config
     special_tokens = {}
     for name in SPECIAL_NAMES:
@@ -164,12 +178,17 @@ def _with_directory_settings(backend: tokenizers.Tokenizer, files: ModelFiles) -
         content = token.get("content") if isinstance(token, Mapping) else token
         if isinstance(content, str):
             special_tokens[f"{name}_token"] = content
-    _add_missing_tokens(backend, config, special_tokens)
+    try:
+        _add_missing_tokens(backend, config, special_tokens)
+        chat_template = _read_chat_template(files.root, config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        path = files.root / "tokenizer_config.json"
+        raise ModelError(f"{path}: must be a tokenizer's configuration: {error!r}") from error
     eos_token = special_tokens.get("eos_token")
     eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
     settings = TokenizerSettings(
         special_tokens=special_tokens,
-        chat_template=_read_chat_template(files.root, config),
+        chat_template=chat_template,
         eos_token_ids=read_eos_token_ids(files, eos_token_id),
         ids_before=_missing_bos(backend, config, special_tokens.get("bos_token")),
     )
@@ -218,8 +237,24 @@ def _read_chat_template(root: Path, config: Mapping[str, Any]) -> str | None:
     return template
 
 
-def _convert_slow(files: ModelFiles, path: Path) -> Tokenizer:
-    """A sentencepiece or vocab + merges tokenizer, by way of transformers: seconds, once."""
+def _convert_sentencepiece(files: ModelFiles, path: Path) -> Tokenizer:
+    """A directory with nothing but a tokenizer.model, as Llama 2 was first published."""
+    from shadowlane.ops.tokenizer_sentencepiece import build_sentencepiece, read_sentencepiece
+
+    file = read_sentencepiece(path)
+    try:
+        backend = build_sentencepiece(file.vocabulary)
+    except Exception as error:  # the package raises plain Exception
+        raise ModelError(f"{path}: the tokenizer is inconsistent: {error}") from error
+    tokens = file.vocabulary.tokens
+    named = (("bos", file.bos_id), ("eos", file.eos_id), ("unk", file.vocabulary.unknown_id))
+    defaults: dict[str, Any] = {f"{name}_token": tokens[i] for name, i in named if i is not None}
+    # What sentencepiece tokenizers of these families do unless told otherwise.
+    return _with_directory_settings(backend, files, defaults | {"add_bos_token": True})
+
+
+def _convert_with_transformers(files: ModelFiles, path: Path) -> Tokenizer:
+    """A vocab.json with its merges.txt, which only its class in transformers knows how to split."""
     from transformers import AutoTokenizer
 
     try:
@@ -233,6 +268,17 @@ def _convert_slow(files: ModelFiles, path: Path) -> Tokenizer:
             f"tokenizer.json beside it: {error!s:.200}"
         ) from error
     return _with_directory_settings(backend, files)
+
+
+def _directory_key(files: ModelFiles) -> str:
+    """Changes with any file that a converted tokenizer is made of."""
+    digest = hashlib.sha256(files.fingerprint.encode())
+    for name in TOKENIZER_FILES:
+        path = files.root / name
+        if path.exists():
+            found = path.stat()
+            digest.update(f"{name} {found.st_size} {found.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:32]
 
 
 def _converted(cache_dir: Path, key: str, convert: Callable[[], Tokenizer]) -> Tokenizer:

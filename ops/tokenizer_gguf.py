@@ -10,21 +10,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from shadowlane.ops.errors import ModelError
-from shadowlane.ops.tokenizer import (
-    Tokenizer,
-    TokenizerSettings,
-    read_eos_token_ids,
+from shadowlane.ops.tokenizer import Tokenizer, TokenizerSettings, read_eos_token_ids
+from shadowlane.ops.tokenizer_sentencepiece import (
+    Sentencepiece,
+    add_whole_tokens,
+    build_sentencepiece,
 )
 
 if TYPE_CHECKING:
     from shadowlane.ops.files import ModelFiles
-
-# tokenizer.ggml.token_type
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -51,15 +49,16 @@ def convert_gguf(files: ModelFiles) -> Tokenizer:
     tokens = _strings(files, "tokenizer.ggml.tokens")
     kind = _field(files, "tokenizer.ggml.model")
     split = _field(files, "tokenizer.ggml.pre", "default")
+    types = _token_types(files, len(tokens))
     if kind == "gpt2":
         backend = _byte_level(files, tokens, split)
+        add_whole_tokens(backend, tokens, types)
         adds_bos = split in (*_LLAMA3, *_TEKKEN)
     elif kind == "llama":
-        backend = _sentencepiece(files, tokens)
+        backend = _sentencepiece(files, tokens, types)
         adds_bos = True
     else:
         raise ModelError(f"{files.root}: tokenizer.ggml.model must be gpt2 or llama; got {kind!r}")
-    _add_whole_tokens(backend, tokens, _token_types(files, len(tokens)))
 
     named = {
         f"{name}_token": token
@@ -112,50 +111,24 @@ def _byte_level(files: ModelFiles, tokens: list[str], split: Any) -> tokenizers.
     return backend
 
 
-def _sentencepiece(files: ModelFiles, tokens: list[str]) -> tokenizers.Tokenizer:
-    types = _token_types(files, len(tokens))
+def _sentencepiece(files: ModelFiles, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
     scores = files.gguf_field("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise ModelError(
             f"{files.root}: tokenizer.ggml.scores must be {len(tokens)} numbers; got {len(scores)}"
         )
     unknown = _named_token(files, "unknown", tokens)
-    backend = _bpe(
-        files,
-        tokens,
-        merges_from_scores(tokens, scores, types),
-        fuse_unk=True,
-        byte_fallback=True,
-        unk_token=None if unknown is None else unknown[0],
+    vocabulary = Sentencepiece(
+        tokens=tokens,
+        scores=scores,
+        types=types,
+        unknown_id=None if unknown is None else unknown[1],
+        adds_space=bool(_field(files, "tokenizer.ggml.add_space_prefix", True)),
     )
-    spaces = normalizers.Replace(" ", "▁")
-    text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if _field(files, "tokenizer.ggml.add_space_prefix", True):
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
-        text.append(decoders.Strip(content=" ", left=1))
-    else:
-        backend.normalizer = spaces
-    backend.decoder = decoders.Sequence(text)
-    return backend
-
-
-def merges_from_scores(
-    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
-) -> list[tuple[str, str]]:
-    """The merges that sentencepiece's scores amount to: every way to make a token, best first."""
-    ordinary = {
-        token: score
-        for token, score, type_ in zip(tokens, scores, types, strict=True)
-        if type_ not in (_UNKNOWN, _CONTROL, _BYTE)
-    }
-    merges = [
-        (score, length, token)
-        for token, score in ordinary.items()
-        for length in range(1, len(token))
-        if token[:length] in ordinary and token[length:] in ordinary
-    ]
-    merges.sort(key=lambda merge: (-merge[0], -merge[1]))
-    return [(token[:length], token[length:]) for _, length, token in merges]
+    try:
+        return build_sentencepiece(vocabulary)
+    except Exception as error:  # the package raises plain Exception
+        raise ModelError(f"{files.root}: the tokenizer is inconsistent: {error}") from error
 
 
 def _bpe(
@@ -168,18 +141,7 @@ def _bpe(
         raise ModelError(f"{files.root}: the tokenizer is inconsistent: {error}") from error
 
 
-def _add_whole_tokens(
-    backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]
-) -> None:
-    """Tokens that are found in a text as they stand and never cut: control and user-defined."""
-    for token, type_ in zip(tokens, types, strict=True):
-        if type_ in (_CONTROL, _UNKNOWN):
-            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif type_ == _USER_DEFINED:
-            backend.add_tokens([AddedToken(token, normalized=False, special=False)])
-
-
-def _token_types(files: ModelFiles, count: int) -> Sequence[int]:
+def _token_types(files: ModelFiles, count: int) -> list[int]:
     types = _field(files, "tokenizer.ggml.token_type", [1] * count)
     if len(types) != count:
         raise ModelError(

@@ -230,12 +230,18 @@ def test_ids_that_end_an_answer(tmp_path):
 
 def test_no_tokenizer_and_broken_ones(tmp_path):
     assert load_tokenizer(directory_files(tmp_path), tmp_path) is None
+    gpt2_backend().save(str(tmp_path / "tokenizer.json"))
+    for config in ('{"added_tokens_decoder": {"x": 1}}', '{"chat_template": [1]}'):
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        with pytest.raises(ModelError, match=r"tokenizer_config.json: must be a tokenizer's"):
+            load_tokenizer(directory_files(tmp_path), tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(ModelError, match=r"tokenizer.json: must be a tokenizer"):
         load_tokenizer(directory_files(tmp_path), tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer.model").write_bytes(b"not a model")
-    with pytest.raises(ModelError, match=r"tokenizer.model: must be a tokenizer that"):
+    (tmp_path / "vocab.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"vocab.json: must be a tokenizer that transformers can"):
         load_tokenizer(directory_files(tmp_path), tmp_path)
 
 
@@ -355,6 +361,58 @@ def test_gguf_sentencepiece_equals_the_original(tmp_path):
     assert ours.apply_chat_template([{"role": "user", "content": "hi"}]) == (
         original.encode(rendered).ids
     )
+
+
+def sentencepiece_model(metadata: dict, kind: int = 2):
+    """The same vocabulary as a sentencepiece file, written with the published message format."""
+    from transformers.utils.sentencepiece_model_pb2_new import ModelProto
+
+    model = ModelProto()
+    for token, score, type_ in zip(
+        metadata["tokenizer.ggml.tokens"],
+        metadata["tokenizer.ggml.scores"],
+        metadata["tokenizer.ggml.token_type"],
+        strict=True,
+    ):
+        piece = model.pieces.add()
+        piece.piece, piece.score, piece.type = token, score, type_
+    model.trainer_spec.model_type = kind
+    model.trainer_spec.byte_fallback = True
+    model.trainer_spec.pad_id = -1
+    model.normalizer_spec.name = "identity"
+    model.normalizer_spec.add_dummy_prefix = True
+    return model
+
+
+def test_sentencepiece_file_equals_the_original(tmp_path):
+    original, metadata = sentencepiece_pair()
+    model = sentencepiece_model(metadata)
+    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
+    ours = load_tokenizer(directory_files(tmp_path, eos_token_id=None), tmp_path / "cache")
+    for text in [*TEXTS, "a</s> b<s>c", "  two"]:
+        ids = original.encode(text).ids
+        assert ours.encode(text) == [1, *ids]
+        assert ours.decode(ids) == original.decode(ids)
+    assert ours.eos_token_ids == (2,)
+    config = '{"add_bos_token": false, "chat_template": "{{ bos_token }}{{ eos_token }}"}'
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    ours = load_tokenizer(directory_files(tmp_path), tmp_path / "cache")
+    assert ours.encode("") == []
+    assert ours.apply_chat_template(CHAT) == [1, 2]
+
+
+def test_sentencepiece_refuses_by_name(tmp_path):
+    _, metadata = sentencepiece_pair()
+    path = tmp_path / "tokenizer.model"
+    unigram = sentencepiece_model(metadata, kind=1).SerializeToString()
+    path.write_bytes(unigram)
+    with pytest.raises(ModelError, match=r"tokenizer.model: must be a BPE model"):
+        load_tokenizer(directory_files(tmp_path), tmp_path)
+    good = sentencepiece_model(metadata).SerializeToString()
+    for damaged in (b"", b"not a model", good[:-7], good[:1000], b"\x0a" + b"\xff" * 20):
+        path.write_bytes(damaged)
+        with pytest.raises(ModelError, match=r"tokenizer.model: must be a (sentence|BPE)"):
+            load_tokenizer(directory_files(tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize(
