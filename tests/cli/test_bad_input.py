@@ -144,6 +144,14 @@ def test_an_error_from_a_remote_function_is_the_one_that_was_raised_there() -> N
     assert errors.exit_code(died) == 2
 
 
+def test_a_lane_that_died_is_told_apart_from_a_fault_in_the_planner() -> None:
+    from shadowlane.actors.hosts import LaneDied
+    from shadowlane.planner.validate import InconsistentPrograms
+
+    assert errors.exit_code(LaneDied("disk:0 died")) == 2
+    assert errors.exit_code(InconsistentPrograms("12.down waits for itself")) == 1
+
+
 def test_chat_needs_a_template(fails: Fails, engine: FakeEngine, model_dir: Path) -> None:
     engine.has_chat_template = False
     assert "chat needs a model with a chat template" in fails("chat", model_dir, input="hi\n")

@@ -68,7 +68,9 @@ def report_error(error: BaseException) -> int:
 
 def exit_code(error: BaseException) -> int:
     expected = (ModelError, ValueError, OSError, MemoryError, ImportError, TyperException)
-    return 2 if isinstance(error, expected) or _is_from_ray(error) else 1
+    # What the actors raise by a name of their own is a lane or an engine that cannot go on.
+    is_expected = _is_from(error, "ray") or _is_from(error, "shadowlane.actors")
+    return 2 if is_expected or isinstance(error, expected) else 1
 
 
 def one_line(error: BaseException) -> str:
@@ -90,19 +92,21 @@ def one_line(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     # Ray's messages go on for pages; their first line says what happened.
-    return lines[0] if _is_from_ray(error) else " ".join(lines)
+    return lines[0] if _is_from(error, "ray") else " ".join(lines)
 
 
 def _cause(error: BaseException) -> BaseException:
     """The exception a remote function raised, out of the one that Ray carried it home in."""
-    while _is_from_ray(error) and isinstance(cause := getattr(error, "cause", None), BaseException):
+    while _is_from(error, "ray") and isinstance(
+        cause := getattr(error, "cause", None), BaseException
+    ):
         error = cause
     return error
 
 
-def _is_from_ray(error: BaseException) -> bool:
-    # By name, since importing ray to ask would cost more than the command.
-    return any(kind.__module__.partition(".")[0] == "ray" for kind in type(error).__mro__)
+def _is_from(error: BaseException, package: str) -> bool:
+    # By name, since importing the package to ask would cost more than the command.
+    return any(f"{kind.__module__}.".startswith(f"{package}.") for kind in type(error).__mro__)
 
 
 @contextmanager
