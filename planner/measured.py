@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel, Workload
@@ -12,6 +13,7 @@ from shadowlane.planner.simulate import Simulation, simulate
 
 CONTEXT_STEP = 256  # contexts within one such step are predicted alike
 WINDOW = 8  # newest steps that a configuration's pace is the mean of
+DRIFT_WINDOW = 5  # newest steps that a lane's drift is the median of
 LEAST_STEPS = 3  # and how many it takes to be compared at all
 
 Conditions = tuple[str, ...]  # lanes whose core is shared, sorted
@@ -32,21 +34,27 @@ class LaneState:
     """What the planner knows of one lane of the running engine."""
 
     spin_us: int
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=DRIFT_WINDOW))
     is_alive: bool = True
-    ratio: float | None = None  # smoothed measured / predicted busy time, without any drift
-    folded: float = 1.0  # the part of it that the cost model already knows
+    folded: float = 1.0  # the part of `ratio` that the cost model already knows
     delayed: float = 0.0  # fraction in the run queue while the core counts as shared, else 0
     calm_windows: int = 0  # in a row, since
     probe_in: int | None = None  # steps until a lane that was set back is tried again
     probe_interval: int = 0
 
     @property
+    def ratio(self) -> float | None:
+        """Busy time measured / predicted without any drift: the median of the newest steps.
+
+        A median follows a lasting change at once and in full, and a single odd step not at all.
+        """
+        if len(self.ratios) <= DRIFT_WINDOW // 2:
+            return None
+        return median(self.ratios)
+
+    @property
     def drift(self) -> float:
         return 0.0 if self.ratio is None else self.ratio / self.folded - 1.0
-
-    def measure(self, ratio: float, smoothing: float) -> None:
-        old = ratio if self.ratio is None else self.ratio
-        self.ratio = old + smoothing * (ratio - old)
 
 
 class MeasuredPaces:

@@ -58,6 +58,7 @@ class PlannerState:
         self.lanes = {name: LaneState(self.settings.spin_us) for name in names}
         self.num_steps = 0  # decode steps retired
         self.last_thought = 0  # value of num_steps when a re-plan was last considered
+        self.patience = self.settings.min_steps_between  # steps from one thought to the next
         self.refused: set[int] = set()  # contents that measured slower than what they replaced
         self.paces = MeasuredPaces()
         self.predictions = Predictions(catalog)
@@ -159,7 +160,8 @@ class PlannerState:
     def _profile_measured(self, profile: Profile) -> list[ev.Command]:
         self.cost = CostModel(profile)
         for lane in self.lanes.values():
-            lane.ratio, lane.folded = None, 1.0
+            lane.ratios.clear()
+            lane.folded = 1.0
         self._new_era()
         if self.placements.active is None or self.placements.is_switching:
             return []
@@ -197,7 +199,7 @@ class PlannerState:
             expected_s = predicted.busy_s.get(name, 0.0)
             # A core that is off at times is no slower lane: its ratio would say nothing about it.
             if expected_s > 0 and not lane.delayed:
-                lane.measure(busy_s / expected_s, self.settings.smoothing)
+                lane.ratios.append(busy_s / expected_s)
         # One reference per era, so that paces of other plans, rows and contexts compare.
         pace = event.seconds / self.predictions.reference_s(record.placement, self.cost, workload)
         record.paces.append(pace)
@@ -208,7 +210,7 @@ class PlannerState:
 
     def _think(self, record: Record) -> list[ev.Command]:
         since = self.num_steps - self.last_thought
-        if since < self.settings.min_steps_between or len(record.paces) < self.settings.trial_steps:
+        if since < self.patience or len(record.paces) < self.settings.trial_steps:
             return []
         drifted = [
             f"{name} takes {1 + lane.drift:.2f} times what was expected"
@@ -313,8 +315,11 @@ class PlannerState:
             lane.probe_in = probe_interval(trial, trial.lane, lane.probe_interval, self.settings)
             lane.probe_interval = lane.probe_in or 0
             self._plan_probes(winner)
-        elif winner is not trial.current:
+        elif winner is trial.current:
+            self.patience = self.settings.min_steps_between
+        else:
             self.refused.add(self.paces.content(trial.current.placement))
+            self.patience *= 2
         reason = f"{trial.why}: measured {trial.summary()}; {winner.label} stays"
         if winner is trial.current:
             return [ev.Note(reason)]
@@ -387,6 +392,7 @@ class PlannerState:
         self.paces.forget()
         self.predictions.forget()
         self.refused.clear()
+        self.patience = self.settings.min_steps_between
         self.trial = None
         self.placements.unsettle()
 

@@ -18,10 +18,9 @@ class Settings:
     """Every threshold of the shadow, with its reason."""
 
     drift_threshold: float = 0.15  # |measured / expected - 1| of a lane that makes us think again
-    min_steps_between: int = 5  # decode steps between two thoughts: smoothing needs them
+    min_steps_between: int = 5  # decode steps between two thoughts; doubled by each one undone
     gain_threshold: float = 0.03  # what a new plan must promise, or measure, to be worth a switch
     tolerance: float = 0.02  # how much slower a new plan may measure before it is undone: noise
-    smoothing: float = 0.3  # weight of the newest step in a lane's measured / predicted
     trial_steps: int = 3  # measured steps per option
     settle_steps: int = 1  # steps after a switch that are not measured
     delay_high: float = 0.05  # fraction of time in the run queue from which a core counts as shared
