@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -127,10 +127,8 @@ class MemoryGroup:
         deadline = time.monotonic() + 10
         while (left := self.pids()) and time.monotonic() < deadline:
             for pid in left:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
             time.sleep(0.05)
         while time.monotonic() < deadline:
             try:
@@ -174,14 +172,21 @@ def run_limited(
 
 
 def _run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run to the end in a session of its own; nothing of it is left when this returns or raises."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=benchmark_environment(),
+        start_new_session=True,
+    )
     try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=benchmark_environment(),
-            check=False,
-        )
+        output, errors = process.communicate(timeout=timeout_s)
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, "", f"not done after {timeout_s:.0f} s")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -313,3 +313,13 @@ def test_dimensions_override_a_named_shape() -> None:
     assert (shape.num_hidden_layers, shape.hidden_size) == (2, 2048)
     assert shape.config()["tie_word_embeddings"] is False
     assert json.loads(json.dumps(shape.config()))["max_position_embeddings"] == 512
+
+
+def test_a_command_that_takes_too_long_is_ended_with_its_children() -> None:
+    from machine import run_limited
+
+    script = "sleep 600 & echo $!; wait"
+    done, peak, was_killed = run_limited(["/bin/sh", "-c", script], None, timeout_s=0.2)
+    assert (done.returncode, peak, was_killed) == (124, None, False)
+    done, _, _ = run_limited(["/bin/sh", "-c", "echo fine; exit 3"], None, timeout_s=60)
+    assert (done.returncode, done.stdout) == (3, "fine\n")
