@@ -173,20 +173,20 @@ def run_limited(
 
 def _run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Run to the end in a session of its own; nothing of it is left when this returns or raises."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=benchmark_environment(),
         start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=timeout_s)
-        return subprocess.CompletedProcess(command, process.returncode, output, errors)
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"not done after {timeout_s:.0f} s")
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+            return subprocess.CompletedProcess(command, process.returncode, output, errors)
+        except subprocess.TimeoutExpired:
+            said = f"not done after {timeout_s:.0f} s"
+            return subprocess.CompletedProcess(command, 124, "", said)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

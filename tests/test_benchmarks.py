@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import select
 from pathlib import Path
 
 import numpy as np
@@ -315,11 +317,26 @@ def test_dimensions_override_a_named_shape() -> None:
     assert json.loads(json.dumps(shape.config()))["max_position_embeddings"] == 512
 
 
-def test_a_command_that_takes_too_long_is_ended_with_its_children() -> None:
+def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     from machine import run_limited
 
-    script = "sleep 600 & echo $!; wait"
-    done, peak, was_killed = run_limited(["/bin/sh", "-c", script], None, timeout_s=0.2)
-    assert (done.returncode, peak, was_killed) == (124, None, False)
+    # The grandchild holds a pipe open for writing; its end hangs the pipe up.
+    pipe = tmp_path / "alive"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        script = f"(exec 3>{pipe}; sleep 600) & wait"
+        done, peak, was_killed = run_limited(["/bin/sh", "-c", script], None, timeout_s=1)
+        assert (done.returncode, peak, was_killed) == (124, None, False)
+        hung_up = select.poll()
+        hung_up.register(reader, select.POLLHUP)
+        assert hung_up.poll(10_000) == [(reader, select.POLLHUP)]
+    finally:
+        os.close(reader)
+
+
+def test_a_commands_outcome_is_kept() -> None:
+    from machine import run_limited
+
     done, _, _ = run_limited(["/bin/sh", "-c", "echo fine; exit 3"], None, timeout_s=60)
     assert (done.returncode, done.stdout) == (3, "fine\n")
