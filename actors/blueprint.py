@@ -16,7 +16,7 @@ from shadowlane.ops.decoder import (
     GroupDescription,
     check_tensors,
     describe_groups,
-    read_config,
+    read_decoder,
 )
 from shadowlane.ops.files import ModelFiles, TensorSource, open_model
 from shadowlane.ops.layouts import LAYOUTS
@@ -175,7 +175,7 @@ def read_blueprint(path: Path, options: Options, workers: int) -> tuple[Blueprin
 
 
 def cut_model(files: ModelFiles, options: Options, workers: int) -> Blueprint:
-    config = read_config(files.config)
+    config = read_decoder(files)
     unexpected = check_tensors(config, files.tensors)
     if options.context is not None and not 1 <= options.context <= config.max_context:
         raise ValueError(

@@ -18,7 +18,7 @@ from shadowlane.actors.arena import RECORD_RING, STEP_COUNTER, Arena, ArenaHandl
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.lowering import lower, make_geometry
 from shadowlane.ops import table as t
-from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, load32, now_ns, wait_counter
+from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, counter_value, now_ns, wait_counter
 from shadowlane.ops.tiles import LoweredProgram, PrefillWorker
 from shadowlane.ops.walker import walk
 from shadowlane.planner.placement import Placement
@@ -104,7 +104,7 @@ class CpuLane:
         delay = DelayReader(
             self._arena.view(layout.workers[self.number] + worker * t.WORKER_NBYTES, np.int64, 16)
         )
-        step = load32(steps)
+        step = counter_value(steps)
         while not self._stopping.is_set():
             delay.update()
             status = wait_counter(steps, step + 1, abort, 0, LOOK_UP_NS)
@@ -114,7 +114,7 @@ class CpuLane:
                 return
             # NOTE: a worker that overslept a whole step finds it done by its peers, and joins the
             # newest. The engine fills a step only after the one before it has retired.
-            step = load32(steps)
+            step = counter_value(steps)
             record = layout.records + (step % RECORD_RING) * layout.record_nbytes
             header = self._arena.view(record, np.int64, t.RECORD_HEADER_FIELDS)
             program = self._programs[int(header[t.PLACEMENT])]

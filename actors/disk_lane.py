@@ -34,7 +34,7 @@ from shadowlane.ops import table as t
 from shadowlane.ops.atomics import (
     WAIT_ABORTED,
     WAIT_OK,
-    load32,
+    counter_value,
     now_ns,
     publish,
     wait_counter,
@@ -239,7 +239,7 @@ class DiskLane:
         return self._arena.base + self._layout.abort
 
     def _is_over(self) -> bool:
-        return self._stopping or load32(self._abort) != 0
+        return self._stopping or counter_value(self._abort) != 0
 
     def _read_sweeps(self) -> None:
         while True:
@@ -320,12 +320,12 @@ class DiskLane:
 
     def _gather_steps(self) -> None:
         """For each step: the embedding rows of its tokens that no resident block holds."""
-        step = load32(self._address(STEP_COUNTER))
+        step = counter_value(self._address(STEP_COUNTER))
         while not self._is_over():
             status = wait_counter(self._address(STEP_COUNTER), step + 1, self._abort, 0, LOOK_UP_NS)
             if status != WAIT_OK:
                 continue
-            step = load32(self._address(STEP_COUNTER))
+            step = counter_value(self._address(STEP_COUNTER))
             if any(block not in self._homes for block in self._blueprint.embedding_blocks):
                 self._gather(step)
             publish(self._address(GATHER_COUNTER), np.int32(step))

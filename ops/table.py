@@ -147,6 +147,7 @@ TICKET_NBYTES: Final = 128
 BUSY_NS: Final = 0
 WAIT_NS: Final = 1
 DISK_WAIT_NS: Final = 2
+RUN_DELAY_NS: Final = 4  # runnable but not running, as the kernel counts it
 NUM_SPANS: Final = 3  # spans written since the start; the ring keeps the last SPAN_RING of them
 WORKER_HEADER_NBYTES: Final = 128
 SPAN_RING: Final = 1 << 15

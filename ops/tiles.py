@@ -146,7 +146,7 @@ def gather_cache(
     value: int,
     out: int,
 ) -> None:
-    """Copy cached tokens [start, start + count) of one head to the address `out` [count, head_dim]."""
+    """Copy cached tokens [start, start + count) of one head to `out`, [count, head_dim]."""
     page_tokens = geometry[t.PAGE_TOKENS]
     nbytes = geometry[t.HEAD_DIM] * element_nbytes(geometry[t.KV_LAYOUT])
     done = 0

@@ -1,0 +1,612 @@
+"""The engine: owns the arena, forms steps, fills their records, samples, and obeys the planner.
+
+A plain class; `ray_host.py` wraps it in an actor. One thread (`serve`) runs the step loop; requests
+come in and outputs go out through queues, from any thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shadowlane.actors import disk_lane as disk
+from shadowlane.actors.arena import (
+    DISK_STATISTICS,
+    STEP_COUNTER,
+    Arena,
+    plan_layout,
+)
+from shadowlane.actors.blueprint import Blueprint, Options, read_blueprint
+from shadowlane.actors.homes import Homes
+from shadowlane.actors.hosts import Host, LaneDied, Pending
+from shadowlane.actors.records import RecordWriter, Row, StepPlan
+from shadowlane.actors.sequence import Sequence, TextSink
+from shadowlane.ops import table as t
+from shadowlane.ops.atomics import WAIT_OK, publish, wait_counter, wake_all
+from shadowlane.ops.expand import expand_rows
+from shadowlane.ops.rope import inv_freq
+from shadowlane.ops.sampling import SamplingParams
+from shadowlane.planner import events as ev
+from shadowlane.planner.placement import DISK_LANE, LaneSpec, Placement, Request
+from shadowlane.planner.profile import Profile
+from shadowlane.planner.program import build_programs
+
+Progress = Callable[[str, float | None], None]
+CHECK_NS = 100_000_000  # how often a wait for a step looks after the lanes
+EVENT_PERIOD_S = 0.05  # measurements go to the planner in batches this far apart
+DELAY_PERIOD_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How a model is to be run; sizes in bytes."""
+
+    ram: int
+    cores: tuple[tuple[int, ...], ...]  # per compute lane, one core per worker
+    depth: int = disk.DEFAULT_DEPTH
+    direct: bool = True
+    prefetch: bool = True
+    num_slots: int | None = None
+
+
+class EngineError(Exception):
+    """The engine cannot go on; the text says why."""
+
+
+class Engine:
+    """See the module. Life: `start`, `submit` any number of times while `serve` runs, `close`."""
+
+    def __init__(
+        self,
+        root: Path,
+        options: Options,
+        settings: EngineSettings,
+        host: Host,
+        blueprint: Blueprint | None = None,
+    ) -> None:
+        """`blueprint`: a part of the model instead of all of it, for measurements."""
+        workers = sum(len(cores) for cores in settings.cores)
+        whole, self.files = read_blueprint(root, options, workers)
+        self.blueprint = blueprint or whole
+        self.settings = settings
+        self._host = host
+        self.lanes = tuple(
+            LaneSpec(f"cpu:{number}", len(cores)) for number, cores in enumerate(settings.cores)
+        )
+        self.request = Request(
+            ram=settings.ram,
+            lanes=self.lanes,
+            context=options.context,
+            max_batch=options.max_batch,
+            num_slots=settings.num_slots,
+        )
+        self.notes: list[str] = list(self.blueprint.notes)
+        self.load_s = 0.0
+        self.replans = 0
+        self.error: str | None = None
+        self._ids = itertools.count(1)
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._slots: list[list[int]] = []  # tokens whose keys each slot holds
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._events: list[ev.Event] = []
+        self._acknowledging: list[tuple[str, Placement, Pending]] = []
+        self._thinking: Pending | None = None
+        self._sent_at = 0.0
+        self._step = 0
+        self._lane_bases = [0] * len(self.lanes)
+        self._disk_base = 0
+        self._published: dict[int, Placement] = {}
+        self._lengths: dict[int, list[int]] = {}
+        self._runs: dict[str, Pending] = {}
+        self.steps_retired = 0
+
+    # -- starting
+
+    def start(self, profile: Profile | None, progress: Progress | None = None) -> None:
+        """Plan, make the arena, load what is resident, and set the lanes going.
+
+        Raises InfeasiblePlan, ModelError, OSError; then nothing is left running but the host's
+        own processes.
+        """
+        tell = progress or (lambda stage, fraction: None)
+        began = time.monotonic()
+        tell("planning", None)
+        self.cpus = [
+            self._host.start_cpu(number, cores) for number, cores in enumerate(self.settings.cores)
+        ]
+        self.disk = self._host.start_disk(
+            self.settings.depth, self.settings.direct, self.settings.prefetch
+        )
+        self.planner = self._host.start_planner()
+        self.planner.call("open", self.blueprint.catalog, self.request, profile).result()
+        first = self._first_placement()
+        self.placement = first
+        self.layout = plan_layout(self.blueprint, first)
+        self.arena = Arena.create(self.layout.nbytes)
+        self._counter_base = self.arena.base
+        self._records = RecordWriter(self.arena, self.layout)
+        self._slots = [[] for _ in range(self.blueprint.options.max_batch)]
+        self._logits = self.arena.view(
+            self.layout.scratch["logits"],
+            np.float32,
+            self.blueprint.options.logit_rows,
+            self.blueprint.config.vocab_size,
+        )
+        self._write_constants()
+        self.set_spin_us(None, 50)
+        tell("starting the lanes", None)
+        opened = [
+            lane.call("open", self.blueprint, self.layout, self.arena.handle) for lane in self.cpus
+        ]
+        self.disk.call(
+            "open", self.blueprint, self.layout, self.arena.handle, self.files.stamps
+        ).result()
+        self.homes = Homes(self.layout.weights, self.layout.weights_nbytes, self.blueprint.sources)
+        self._load(first, tell)
+        for each in opened:
+            each.result()
+        acknowledged: list[ev.Event] = []
+        for name, _, pending in self._publish(first):
+            pending.result()
+            acknowledged.append(ev.PlacementAcknowledged(name, first.placement_id))
+        self._switch(first)
+        acknowledged.append(ev.PlacementAcknowledged(DISK_LANE, first.placement_id))
+        self.planner.call("handle", acknowledged).result()
+        self._events.append(ev.PlacementAnnounced(first.placement_id, self._step + 1))
+        self._runs = {lane.name: lane.call("run") for lane in [*self.cpus, self.disk]}
+        if self._disk_statistics()[disk.BUFFERED]:
+            self.notes.append(
+                "the file system of the model refuses direct reads: reading through the page cache"
+            )
+        self.notes.extend(first.notes)
+        self.load_s = time.monotonic() - began
+
+    def _first_placement(self) -> Placement:
+        for command in self.planner.call("handle", [ev.EngineStarted()]).result():
+            if isinstance(command, ev.PublishPlacement):
+                return command.placement
+        raise EngineError("the planner gave no placement to start with")
+
+    def _write_constants(self) -> None:
+        layout = self.layout
+        self.arena.view(layout.norm_eps, np.float32, 1)[0] = self.blueprint.config.norm_eps
+        for source in self.blueprint.constants:
+            raw = np.fromfile(source.path, np.uint8, source.nbytes, offset=source.offset)
+            values = expand_rows(source.layout, raw, 1, source.shape[0])
+            self.arena.view(layout.constant_offsets[source.name], np.float32, source.shape[0])[
+                :
+            ] = values[0]
+
+    def _load(self, placement: Placement, tell: Progress) -> None:
+        wanted = [index for index, kept in enumerate(placement.resident) if kept]
+        homes = self.homes.take(wanted)
+        total = sum(self.blueprint.sources[block].nbytes for block in homes)
+        loading = self.disk.call("load", homes)
+        statistics = self._disk_statistics()
+        while not loading.is_done():
+            done = int(statistics[disk.LOAD_NBYTES])
+            tell("loading weights", done / total if total else None)
+            try:
+                loading.result(timeout=0.1)
+            except TimeoutError:
+                continue
+        loading.result()
+        tell("loading weights", 1.0)
+
+    # -- placements
+
+    def _publish(self, placement: Placement) -> list[tuple[str, Placement, Pending]]:
+        """Give a placement to every lane; returns who is to acknowledge."""
+        programs = build_programs(self.blueprint.catalog, placement)
+        self._published[placement.placement_id] = placement
+        self._lengths[placement.placement_id] = [
+            len(programs[lane.name].instructions) for lane in self.lanes
+        ]
+        homes = {
+            index: self.homes.offsets[index]
+            for index, kept in enumerate(placement.resident)
+            if kept
+        }
+        return [
+            (lane.name, placement, lane.call("adopt", placement, programs[lane.name], homes))
+            for lane in self.cpus
+        ]
+
+    def _switch(self, placement: Placement) -> None:
+        """Make `placement` the one that the next step runs under. Between steps only."""
+        programs = build_programs(self.blueprint.catalog, placement)
+        before = self.placement
+        keeps_ring = before.sweep == placement.sweep and before is not placement
+        base = self._disk_base if keeps_ring else self.disk.call("park").result()
+        self._disk_base = base
+        sweep = disk.Sweep.of(
+            programs[DISK_LANE],
+            placement.num_slots,
+            base,
+            self._lane_bases,
+            self._lengths[placement.placement_id],
+        )
+        homes = {
+            index: self.homes.offsets[index]
+            for index, kept in enumerate(placement.resident)
+            if kept
+        }
+        self.disk.call("adopt", sweep, homes, placement.placement_id).result()
+        self.placement = placement
+        stale = [block for block in self.homes.offsets if not placement.resident[block]]
+        for offset, nbytes in self.homes.drop(stale):
+            self.arena.release(offset, nbytes)
+
+    def set_spin_us(self, lane: str | None, spin_us: int) -> None:
+        """How long the waits of a lane (None: of all) may spin before they sleep."""
+        for number, spec in enumerate(self.lanes):
+            if lane in (None, spec.name):
+                word = self.arena.view(self.layout.spins + 64 * number, np.int64, 1)
+                word[0] = spin_us * 1000
+
+    # -- requests, from any thread
+
+    def submit(
+        self,
+        prompt: Tokens[int],
+        params: SamplingParams,
+        text: TextSink | None = None,
+        wants_logits: bool = False,
+    ) -> Sequence:
+        """Queue a request. Its outputs come through `Sequence.outputs`.
+
+        Raises ValueError for an empty prompt, an unknown id, or a prompt that leaves no room.
+        """
+        if self.error is not None:
+            raise EngineError(self.error)
+        context, vocab = self.placement.context_tokens, self.blueprint.config.vocab_size
+        room = context if wants_logits else context - 1
+        if not prompt:
+            raise ValueError("prompt must hold at least one token; got none")
+        if len(prompt) > room:
+            raise ValueError(
+                f"prompt must leave room in the context of {context} tokens; "
+                f"it has {len(prompt)} tokens"
+            )
+        for token in prompt:
+            if not 0 <= token < vocab:
+                raise ValueError(f"token ids must be between 0 and {vocab - 1}; got {token}")
+        eos = frozenset(self.blueprint.config.eos_token_ids)
+        sequence = Sequence(next(self._ids), prompt, params, eos, text, wants_logits)
+        with self._changed:
+            self._waiting.append(sequence)
+            self._changed.notify_all()
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a request at the next step boundary; its listener gets "cancelled"."""
+        sequence.is_cancelled = True
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- the step loop
+
+    def serve(self) -> None:
+        """Run steps until `close`. Errors of lanes fail the running requests and are mended."""
+        while True:
+            with self._changed:
+                while not (self._waiting or self._running or self._stopping):
+                    self._changed.wait(0.2)
+                    if not self._stopping:
+                        self._look_after_lanes()
+                if self._stopping:
+                    return
+            try:
+                self._admit()
+                if self._running:
+                    self._run_step(self._form_step())
+                    self._reap()
+                self._talk_to_planner()
+            except LaneDied as error:
+                self._recover(str(error))
+
+    def _admit(self) -> None:
+        with self._changed:
+            for sequence in [each for each in self._waiting if each.is_cancelled]:
+                self._waiting.remove(sequence)
+                sequence.finish("cancelled")
+            used = {sequence.slot for sequence in self._running}
+            free = [slot for slot in range(len(self._slots)) if slot not in used]
+            while free and self._waiting:
+                sequence = self._waiting.pop(0)
+                slot = max(free, key=lambda each: common_prefix(self._slots[each], sequence.prompt))
+                free.remove(slot)
+                kept = common_prefix(self._slots[slot], sequence.prompt)
+                # the last token must go through a step again: its logits are wanted
+                kept = 0 if sequence.wants_logits else min(kept, len(sequence.prompt) - 1)
+                sequence.slot = slot
+                sequence.known = list(sequence.prompt[:kept])
+                sequence.pending = list(sequence.prompt[kept:])
+                sequence.timing.cached_tokens = kept
+                sequence.timing.started = time.monotonic()
+                self._slots[slot] = sequence.known
+                self._running.append(sequence)
+
+    def _form_step(self) -> StepPlan:
+        """One token of each decoding sequence, and the next chunk of one prompt.
+
+        A chunk's length depends on its prompt alone, so nobody else's requests change its bits.
+        """
+        prompts = [sequence for sequence in self._running if not sequence.is_decoding]
+        if prompts:
+            sequence = prompts[0]
+            limit = self.blueprint.options.prefill_chunk
+            if sequence.wants_logits:
+                limit = min(limit, self.blueprint.options.logit_rows)
+            if len(sequence.pending[:limit]) <= t.MAX_DECODE_ROWS:
+                rows = self._rows(sequence, limit)
+                self._carried = [sequence]
+                return StepPlan(rows, len(rows), same_sequence=True)
+        decoding = [sequence for sequence in self._running if sequence.is_decoding]
+        rows = tuple(row for sequence in decoding for row in self._rows(sequence, 1))
+        num_decode = len(rows)
+        self._carried = decoding
+        if prompts:
+            rows += self._rows(sequence, limit)
+            self._carried = [*decoding, sequence]
+        return StepPlan(rows, num_decode, same_sequence=False)
+
+    def _rows(self, sequence: Sequence, limit: int) -> tuple[Row, ...]:
+        position = len(sequence.known)
+        tokens = sequence.take(limit)
+        assert sequence.slot is not None
+        return tuple(
+            Row(
+                token,
+                position + index,
+                sequence.slot,
+                sequence.wants_logits or (index == len(tokens) - 1 and not sequence.pending),
+            )
+            for index, token in enumerate(tokens)
+        )
+
+    def _run_step(self, plan: StepPlan) -> None:
+        began = time.monotonic()
+        before = self._busy_ns()
+        self._step += 1
+        rope = self.blueprint.config.rope
+        lengths: dict[int, int] = {}
+        for row in plan.rows:
+            lengths[row.slot] = max(lengths.get(row.slot, 0), row.position + 1)
+        frequencies = {slot: inv_freq(rope, length) for slot, length in lengths.items()}
+        placement = self.placement
+        self._records.write(
+            self._step,
+            placement.placement_id,
+            plan,
+            self._disk_base,
+            self._lane_bases,
+            frequencies,
+        )
+        publish(self._address(STEP_COUNTER), np.int32(self._step & 0x7FFFFFFF))
+        abort = self.arena.base + self.layout.abort
+        lengths_of_lanes = self._lengths[placement.placement_id]
+        for number, count in enumerate(lengths_of_lanes):
+            self._lane_bases[number] += count
+            if not count:
+                continue
+            wanted = np.int32(np.uint32(self._lane_bases[number] & 0xFFFFFFFF))
+            while wait_counter(self._address(number), wanted, abort, 0, CHECK_NS) != WAIT_OK:
+                self._look_after_lanes()
+        self._disk_base += len(placement.sweep)
+        self.steps_retired += 1
+        seconds = time.monotonic() - began
+        self._give_results(plan)
+        after = self._busy_ns()
+        self._events.append(
+            ev.StepRetired(
+                step=self._step,
+                placement_id=placement.placement_id,
+                phase="decode" if plan.is_decode else "prefill",
+                rows=len(plan.rows),
+                context=plan.context,
+                seconds=seconds,
+                busy_s={name: (after[name][0] - before[name][0]) / 1e9 for name in after},
+                wait_s={name: (after[name][1] - before[name][1]) / 1e9 for name in after},
+            )
+        )
+
+    def _give_results(self, plan: StepPlan) -> None:
+        place = 0
+        context = self.placement.context_tokens
+        for sequence in self._carried:
+            if sequence.wants_logits:
+                count = sum(row.wants_logits and row.slot == sequence.slot for row in plan.rows)
+                sequence.give_logits(self._logits[place : place + count])
+                place += count
+            elif not sequence.pending:
+                try:
+                    sequence.give_token(self._logits[place], context)
+                except FloatingPointError as error:
+                    sequence.fail(str(error))
+                place += 1
+
+    def _reap(self) -> None:
+        for sequence in list(self._running):
+            if sequence.is_cancelled and not sequence.is_over:
+                sequence.finish("cancelled")
+            if sequence.is_over:
+                assert sequence.slot is not None
+                self._slots[sequence.slot] = list(sequence.known)
+                self._running.remove(sequence)
+
+    # -- the planner
+
+    def _talk_to_planner(self) -> None:
+        """Send what was measured, obey what came back, and switch when all have acknowledged."""
+        now = time.monotonic()
+        if self._acknowledging:
+            still = []
+            for name, placement, pending in self._acknowledging:
+                if pending.is_done():
+                    pending.result()
+                    self._events.append(ev.PlacementAcknowledged(name, placement.placement_id))
+                else:
+                    still.append((name, placement, pending))
+            self._acknowledging = still
+        if self._thinking is not None and self._thinking.is_done():
+            commands, self._thinking = self._thinking.result(), None
+            for command in commands:
+                self._obey(command)
+        if self._thinking is None and self._events and now - self._sent_at >= EVENT_PERIOD_S:
+            self._note_delays(now)
+            self._thinking = self.planner.call("handle", self._events)
+            self._events = []
+            self._sent_at = now
+
+    def _obey(self, command: ev.Command) -> None:
+        if isinstance(command, ev.SetSpin):
+            self.set_spin_us(command.lane, command.spin_us)
+        elif isinstance(command, ev.Note):
+            self.notes.append(command.text)
+        elif isinstance(command, ev.PublishPlacement):
+            placement = command.placement
+            self.notes.append(command.reason)
+            new = [
+                block
+                for block, kept in enumerate(placement.resident)
+                if kept and block not in self.homes.offsets
+            ]
+            if new:
+                homes = self.homes.take(new)
+                if homes:
+                    self.disk.call("load", homes).result()
+                else:
+                    self.notes.append("no room to move blocks before old copies are dropped")
+                    return
+            self._acknowledging += self._publish(placement)
+            self._acknowledging.append((DISK_LANE, placement, _Already(placement.placement_id)))
+        elif isinstance(command, ev.AnnouncePlacement):
+            placement = self._published[command.placement_id]
+            self._switch(placement)
+            self.replans += 1
+            self._events.append(ev.PlacementAnnounced(placement.placement_id, self._step + 1))
+        elif isinstance(command, ev.RetirePlacement):
+            self._published.pop(command.placement_id, None)
+            self._lengths.pop(command.placement_id, None)
+            for lane in self.cpus:
+                lane.call("retire", command.placement_id)
+
+    def _note_delays(self, now: float) -> None:
+        """Events for lanes whose threads had to wait for their core since the last look."""
+        seen = getattr(self, "_delays_seen", None)
+        current = {
+            (number, worker): int(self._worker_statistics(number, worker)[t.RUN_DELAY_NS])
+            for number, spec in enumerate(self.lanes)
+            for worker in range(spec.threads)
+        }
+        if seen is None or now - seen[0] >= DELAY_PERIOD_S:
+            self._delays_seen = (now, current)
+            if seen is not None and now - seen[0] < 5 * DELAY_PERIOD_S:
+                for number, spec in enumerate(self.lanes):
+                    worst = max(
+                        current[number, worker] - seen[1][number, worker]
+                        for worker in range(spec.threads)
+                    )
+                    fraction = worst / 1e9 / (now - seen[0])
+                    self._events.append(ev.RunQueueDelayed(spec.name, min(1.0, fraction)))
+
+    # -- lanes that fail
+
+    def _look_after_lanes(self) -> None:
+        """Raise LaneDied if a lane's loop has ended."""
+        for name, run in self._runs.items():
+            if run.is_done():
+                try:
+                    reason = run.result() or "its loop ended"
+                except LaneDied as error:
+                    reason = str(error)
+                except Exception as error:  # whatever the lane raised is the reason we pass on
+                    reason = f"{type(error).__name__}: {error}"
+                raise LaneDied(reason if name in reason else f"{name}: {reason}")
+
+    def _recover(self, reason: str) -> None:
+        """Fail the running requests, park every lane, start the dead ones again, and go on."""
+        self.arena.view(self.layout.abort, np.int32, 1)[0] = 1
+        for number in range(t.MAX_LANES + 4):
+            wake_all(self._address(number))
+        for sequence in self._running:
+            sequence.fail(reason)
+            assert sequence.slot is not None
+            self._slots[sequence.slot] = []
+        self._running.clear()
+        self._events, self._thinking = [], None
+        self._acknowledging = []
+        self.error = reason
+
+    # -- what may be asked
+
+    def _address(self, counter: int) -> int:
+        return self.arena.base + self.layout.counter(counter)
+
+    def _disk_statistics(self) -> np.ndarray:
+        return self.arena.view(self.layout.disk, np.int64, DISK_STATISTICS)
+
+    def _worker_statistics(self, lane: int, worker: int) -> np.ndarray:
+        place = self.layout.workers[lane] + worker * t.WORKER_NBYTES
+        return self.arena.view(place, np.int64, t.WORKER_HEADER_NBYTES // 8)
+
+    def _busy_ns(self) -> dict[str, tuple[int, int]]:
+        """(busy, waiting) ns of each lane since the start, a mean over its workers."""
+        result = {}
+        for number, spec in enumerate(self.lanes):
+            rows = [self._worker_statistics(number, worker) for worker in range(spec.threads)]
+            busy = sum(int(row[t.BUSY_NS]) for row in rows) // spec.threads
+            waiting = sum(int(row[t.WAIT_NS] + row[t.DISK_WAIT_NS]) for row in rows)
+            result[spec.name] = (busy, waiting // spec.threads)
+        result[DISK_LANE] = (int(self._disk_statistics()[disk.BUSY_NS]), 0)
+        return result
+
+    def close(self) -> None:
+        """Stop the loop and the lanes. Nothing of the arena survives its last mapping."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if hasattr(self, "arena"):
+            self.arena.view(self.layout.abort, np.int32, 1)[0] = 1
+            for number in range(t.MAX_LANES + 4):
+                wake_all(self._address(number))
+        for remote in [*getattr(self, "cpus", ()), *([self.disk] if hasattr(self, "disk") else [])]:
+            remote.call("stop")
+        for sequence in [*self._waiting, *self._running]:
+            sequence.fail("the engine was closed")
+        self._waiting.clear()
+        self._running.clear()
+
+
+class _Already:
+    """A Pending whose result is there."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self._value
+
+
+def common_prefix(left: Tokens[int], right: Tokens[int]) -> int:
+    """Number of leading tokens that are the same."""
+    count = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

@@ -1,0 +1,171 @@
+"""Where lanes run: in this process (tests, profiling), or as Ray actors.
+
+The engine sees no difference. A `Remote` is a lane or planner somewhere; `call` starts a method
+there and gives a `Pending`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Protocol
+
+from shadowlane.actors.arena import ArenaHandle, ArenaLayout
+from shadowlane.actors.blueprint import Blueprint
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.events import Command, Event
+from shadowlane.planner.placement import Request
+from shadowlane.planner.profile import Profile
+from shadowlane.planner.shadow import PlannerState
+
+
+class LaneDied(Exception):
+    """A lane's process is gone, or its method failed; the text says which and why."""
+
+
+class Pending(Protocol):
+    def is_done(self) -> bool: ...
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The method's result. Raises TimeoutError, LaneDied, or what the method raised."""
+        ...
+
+
+class Remote(Protocol):
+    name: str
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Pending: ...
+
+    def kill(self) -> None:
+        """Stop the process at once (a lane in this process is asked to stop)."""
+        ...
+
+
+class Host(Protocol):
+    """Starts lanes. They come up side by side; their first call waits for them."""
+
+    def start_cpu(self, number: int, cores: Sequence[int]) -> Remote: ...
+
+    def start_disk(self, depth: int, direct: bool, prefetch: bool) -> Remote: ...
+
+    def start_planner(self) -> Remote: ...
+
+
+class CpuLaneHost:
+    """A compute lane before and after it has an arena: what runs inside a lane's process."""
+
+    def __init__(self, number: int, cores: Sequence[int], span: Any = None) -> None:
+        self._number = number
+        self._cores = tuple(cores)
+        self._span = span
+        self._lane: Any = None
+
+    def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
+        """Map the arena and make ready."""
+        from shadowlane.actors.cpu_lane import CpuLane
+
+        self._lane = CpuLane(self._number, self._cores, blueprint, layout, handle, self._span)
+
+    def measure(self, *args: Any) -> Any:
+        """Times of this model's operators on this lane's cores; see `actors/measure.py`."""
+        from shadowlane.actors.measure import measure_groups
+
+        return measure_groups(self._cores, *args)
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._lane, method)
+
+
+class DiskLaneHost:
+    """The storage lane before and after it has an arena."""
+
+    def __init__(self, depth: int, direct: bool, prefetch: bool, span: Any = None) -> None:
+        self._settings = {"depth": depth, "direct": direct, "prefetch": prefetch, "span": span}
+        self._lane: Any = None
+
+    def open(
+        self,
+        blueprint: Blueprint,
+        layout: ArenaLayout,
+        handle: ArenaHandle,
+        stamps: Sequence[object],
+    ) -> None:
+        from shadowlane.actors.disk_lane import DiskLane
+
+        self._lane = DiskLane(blueprint, layout, handle, stamps, **self._settings)
+
+    def measure(self, *args: Any) -> Any:
+        """Bandwidth of this model's files; see `actors/measure.py`."""
+        from shadowlane.actors.measure import measure_disk
+
+        return measure_disk(*args)
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._lane, method)
+
+
+class PlannerHost:
+    """The planner's state where events arrive and commands leave."""
+
+    def __init__(self) -> None:
+        self._state: PlannerState | None = None
+
+    def open(self, catalog: Catalog, request: Request, profile: Profile | None) -> None:
+        self._state = PlannerState(catalog, request, profile)
+
+    def handle(self, events: Sequence[Event]) -> list[Command]:
+        assert self._state is not None, "the planner must be opened first"
+        return [command for event in events for command in self._state.handle(event)]
+
+    def regret(self) -> float | None:
+        assert self._state is not None, "the planner must be opened first"
+        return self._state.regret()
+
+
+class _LocalPending:
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return self._future.result(timeout)
+        except FutureTimeout as error:
+            if self._future.done():
+                raise
+            raise TimeoutError("no answer in time") from error
+
+
+class _LocalRemote:
+    def __init__(self, name: str, target: Any, pool: ThreadPoolExecutor) -> None:
+        self.name = name
+        self._target = target
+        self._pool = pool
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Pending:
+        return _LocalPending(self._pool.submit(getattr(self._target, method), *args, **kwargs))
+
+    def kill(self) -> None:
+        self._target.stop()
+
+
+class ThreadHost:
+    """Lanes as threads of this process."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=32, thread_name_prefix="lane")
+
+    def start_cpu(self, number: int, cores: Sequence[int]) -> Remote:
+        return _LocalRemote(f"cpu:{number}", CpuLaneHost(number, cores), self._pool)
+
+    def start_disk(self, depth: int, direct: bool, prefetch: bool) -> Remote:
+        return _LocalRemote("disk:0", DiskLaneHost(depth, direct, prefetch), self._pool)
+
+    def start_planner(self) -> Remote:
+        return _LocalRemote("planner", PlannerHost(), self._pool)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)

@@ -1,0 +1,137 @@
+"""One request on its way through the engine: its tokens, its text, and who listens."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from shadowlane.ops.sampling import Sampler, SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class TextSink(Protocol):
+    """Turns ids into text piece by piece; see `ops.tokenizer.TextStream`."""
+
+    is_stopped: bool
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a listener gets: some text and ids, the end, or the error that ended it."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    logits: np.ndarray | None = None  # float32 [rows, vocab]
+
+
+@dataclass(slots=True)
+class Timing:
+    """Monotonic seconds of one request."""
+
+    submitted: float = field(default_factory=time.monotonic)
+    started: float = 0.0  # first step that carried it
+    first_token: float = 0.0
+    ended: float = 0.0
+    cached_tokens: int = 0  # of the prompt, found in the KV cache
+
+
+class Sequence:
+    """State of one running request. `known` are the tokens whose keys are cached."""
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: Tokens[int],
+        params: SamplingParams,
+        eos: frozenset[int],
+        text: TextSink | None,
+        wants_logits: bool = False,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = tuple(prompt)
+        self.params = params
+        self.eos = frozenset() if params.ignore_eos else eos
+        self.sampler = Sampler(params, self.prompt)
+        self.text = text
+        self.wants_logits = wants_logits
+        self.outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        self.timing = Timing()
+        self.slot: int | None = None
+        self.known: list[int] = []
+        self.pending: list[int] = list(self.prompt)  # tokens still to go through a step
+        self.generated: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.is_cancelled = False
+
+    @property
+    def is_decoding(self) -> bool:
+        return bool(self.generated) and len(self.pending) == 1
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None
+
+    def take(self, count: int) -> list[int]:
+        """The next tokens of a step; they count as cached from now on."""
+        taken, self.pending = self.pending[:count], self.pending[count:]
+        self.known.extend(taken)
+        return taken
+
+    def give_logits(self, logits: np.ndarray) -> None:
+        """Rows of logits for a listener that asked for them all; ends after the prompt."""
+        self.outputs.put(Output(logits=logits.copy()))
+        if not self.pending:
+            self.finish("length")
+
+    def give_token(self, logits: np.ndarray, context: int) -> None:
+        """Sample from one row of logits, and tell the listener; float32 [vocab].
+
+        Raises FloatingPointError where the logits are not numbers.
+        """
+        token = self.sampler.sample(logits)
+        now = time.monotonic()
+        if not self.generated:
+            self.timing.first_token = now
+        self.generated.append(token)
+        self.pending.append(token)
+        if token in self.eos:
+            self.finish("stop", token)
+            return
+        piece = self.text.push(token) if self.text else ""
+        limit = self.params.max_tokens
+        if self.text and self.text.is_stopped:
+            self._end("stop")
+        elif (limit is not None and len(self.generated) >= limit) or (
+            len(self.known) + 1 >= context
+        ):
+            self._end("length")
+        if self.finish_reason == "length" and self.text:
+            piece += self.text.finish()
+        self.outputs.put(Output(piece, (token,), self.finish_reason))
+
+    def finish(self, reason: FinishReason, token: int | None = None) -> None:
+        """End without a further token's text."""
+        self._end(reason)
+        text = self.text.finish() if self.text else ""
+        ids = () if token is None else (token,)
+        self.outputs.put(Output(text, ids, reason))
+
+    def fail(self, error: str) -> None:
+        self._end("cancelled")
+        self.outputs.put(Output(finish_reason="cancelled", error=error))
+
+    def _end(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self.timing.ended = time.monotonic()
