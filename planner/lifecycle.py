@@ -16,7 +16,7 @@ from shadowlane.planner import events as ev
 from shadowlane.planner.placement import DISK_LANE, Placement
 from shadowlane.planner.trial import Option
 
-Stage = Literal["published", "acknowledged", "announced", "active", "retired"]
+Stage = Literal["published", "acknowledged", "announced", "active"]  # then retired: forgotten
 
 
 class PlannerError(Exception):
@@ -30,15 +30,17 @@ class Record:
     reason: str
     stage: Stage = "published"
     acknowledged: set[str] = field(default_factory=set)  # lanes
+    content: int | None = None  # see MeasuredPaces.content; None until it is asked for
     settling: int = 0  # steps still to pass unmeasured
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=16))
 
 
 class Placements:
-    """All placements ever published, by id; ids count from 1."""
+    """The placements that are not retired, by id; ids count from 1 and never come again."""
 
     def __init__(self, settle_steps: int, story: Callable[[str], str]) -> None:
         self.records: dict[int, Record] = {}
+        self.num_published = 0
         self.active: int | None = None  # steps retire under it
         self.pending: int | None = None  # the newest, not active yet
         self.wanted: tuple[Option, str] | None = None  # (what, why) to be published next
@@ -58,13 +60,13 @@ class Placements:
         assert newest is not None
         return self.records[newest].option
 
-    def record(self, placement_id: int) -> Record:
-        record = self.records.get(placement_id)
-        if record is None:
+    def record(self, placement_id: int) -> Record | None:
+        """None: it is retired, and what is told of it was under way meanwhile."""
+        if not 1 <= placement_id <= self.num_published:
             raise PlannerError(
-                f"no placement {placement_id} was ever published; {self._story('placement')}"
+                f"no placement {placement_id} was ever published; story: {self._story('placement')}"
             )
-        return record
+        return self.records.get(placement_id)
 
     def publish(self, option: Option, reason: str) -> list[ev.Command]:
         commands: list[ev.Command] = []
@@ -74,10 +76,11 @@ class Placements:
                 self.wanted = option, reason
                 return []
             if stage == "published":  # nobody was promised anything: withdraw it
-                self.records[self.pending].stage = "retired"
+                del self.records[self.pending]
                 commands.append(ev.RetirePlacement(self.pending))
         self.wanted = None
-        placement_id = len(self.records) + 1
+        self.num_published += 1
+        placement_id = self.num_published
         placement = replace(option.placement, placement_id=placement_id)
         self.records[placement_id] = Record(option, placement, reason, settling=self._settle_steps)
         self.pending = placement_id
@@ -85,8 +88,8 @@ class Placements:
 
     def acknowledge(self, event: ev.PlacementAcknowledged) -> list[ev.Command]:
         record = self.record(event.placement_id)
-        if record.stage != "published":
-            return []  # withdrawn while this was under way
+        if record is None or record.stage != "published":
+            return []
         record.acknowledged.add(event.lane)
         if not {DISK_LANE, *(lane.name for lane in record.placement.lanes)} <= record.acknowledged:
             return []
@@ -95,6 +98,8 @@ class Placements:
 
     def announce(self, event: ev.PlacementAnnounced) -> list[ev.Command]:
         record = self.record(event.placement_id)
+        if record is None:
+            return []
         if record.stage != "acknowledged":
             raise self._impossible(event.placement_id, "was announced while")
         record.stage = "announced"
@@ -102,7 +107,7 @@ class Placements:
 
     def activate(self, placement_id: int) -> list[ev.Command]:
         """The first step under it has retired, and with it the last step under any older one."""
-        record = self.record(placement_id)
+        record = self.records[placement_id]
         if record.stage == "published":
             raise self._impossible(placement_id, "had a step retired while only")
         record.stage = "active"
@@ -110,10 +115,9 @@ class Placements:
         if self.pending == placement_id:
             self.pending = None
         commands: list[ev.Command] = []
-        for older_id, older in self.records.items():
-            if older_id < placement_id and older.stage != "retired":
-                older.stage = "retired"
-                commands.append(ev.RetirePlacement(older_id))
+        for older_id in [each for each in self.records if each < placement_id]:
+            del self.records[older_id]
+            commands.append(ev.RetirePlacement(older_id))
         if self.wanted and self.pending is None:
             commands += self.publish(*self.wanted)
         return commands
@@ -131,7 +135,7 @@ class Placements:
         assert active == ([] if self.active is None else [self.active]), (active, self.active)
         if self.pending is not None:
             assert stages[self.pending] in ("published", "acknowledged", "announced"), stages
-            assert self.pending == len(self.records), "only the newest can be pending"
+            assert self.pending == self.num_published, "only the newest can be pending"
             assert self.active is None or self.active < self.pending
         else:
             assert self.active is not None or not self.records, stages

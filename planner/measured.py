@@ -13,7 +13,9 @@ from shadowlane.planner.simulate import Simulation, simulate
 
 CONTEXT_STEP = 256  # contexts within one such step are predicted alike
 WINDOW = 8  # newest steps that a configuration's pace is the mean of
+MOST_KEPT = 512  # simulations; a placement has one per batch size and step of context
 DRIFT_WINDOW = 5  # newest steps that a lane's drift is the median of
+MEMORY_STEPS = 200  # a rival measured longer ago than this may have become slower since
 LEAST_STEPS = 3  # and how many it takes to be compared at all
 
 Conditions = tuple[str, ...]  # lanes whose core is shared, sorted
@@ -22,6 +24,7 @@ Conditions = tuple[str, ...]  # lanes whose core is shared, sorted
 @dataclass(slots=True)
 class _Measured:
     label: str
+    step: int = 0  # the newest it was measured in
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     @property
@@ -38,6 +41,7 @@ class LaneState:
     is_alive: bool = True
     folded: float = 1.0  # the part of `ratio` that the cost model already knows
     delayed: float = 0.0  # fraction in the run queue while the core counts as shared, else 0
+    asked_at: float = 0.0  # the fraction for which splits were compared last
     calm_windows: int = 0  # in a row, since
     probe_in: int | None = None  # steps until a lane that was set back is tried again
     probe_interval: int = 0
@@ -69,21 +73,28 @@ class MeasuredPaces:
         key = (tuple(placement.shares.items()), placement.sweep, placement.num_slots)
         return self._contents.setdefault(key, len(self._contents))
 
-    def add(self, conditions: Conditions, content: int, label: str, pace: float) -> None:
-        self._measured.setdefault((conditions, content), _Measured(label)).paces.append(pace)
+    def add(self, step: int, conditions: Conditions, content: int, label: str, pace: float) -> None:
+        """`step` counts decode steps."""
+        measured = self._measured.setdefault((conditions, content), _Measured(label))
+        if step - measured.step > MEMORY_STEPS:
+            measured.paces.clear()
+        measured.step = step
+        measured.paces.append(pace)
 
-    def best(self, conditions: Conditions) -> tuple[str, float] | None:
-        """(label, pace) of the fastest configuration under these conditions."""
+    def best(self, step: int, conditions: Conditions) -> tuple[str, float] | None:
+        """(label, pace) of the fastest configuration measured lately under these conditions."""
         known = [
             (each.label, each.pace)
             for (under, _), each in self._measured.items()
-            if under == conditions and len(each.paces) >= LEAST_STEPS
+            if under == conditions
+            and len(each.paces) >= LEAST_STEPS
+            and step - each.step <= MEMORY_STEPS
         ]
         return min(known, key=lambda each: each[1], default=None)
 
-    def regret(self, conditions: Conditions, content: int) -> float | None:
+    def regret(self, step: int, conditions: Conditions, content: int) -> float | None:
         """pace / best pace - 1; None while too little is measured."""
-        best = self.best(conditions)
+        best = self.best(step, conditions)
         mine = self._measured.get((conditions, content))
         if best is None or mine is None or len(mine.paces) < LEAST_STEPS:
             return None
@@ -106,6 +117,8 @@ class Predictions:
     def of(self, placement: Placement, cost: CostModel, workload: Workload) -> Simulation:
         rows, context = _rounded(workload)
         key = (placement.placement_id, rows, context)
+        if len(self._simulations) > MOST_KEPT:
+            self._simulations.clear()
         if key not in self._simulations:
             workload = Workload("decode", rows, context)
             self._simulations[key] = simulate(self._catalog, placement, cost, workload=workload)

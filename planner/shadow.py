@@ -86,10 +86,11 @@ class PlannerState:
 
     def regret(self) -> float | None:
         """How much slower we run than the best configuration measured under these conditions."""
-        placement = self.active_placement
-        if placement is None:
+        active = self.placements.active
+        if active is None:
             return None
-        return self.paces.regret(self._conditions(), self.paces.content(placement))
+        content = self._content(self.placements.records[active])
+        return self.paces.regret(self.num_steps, self._conditions(), content)
 
     def story(self, about: str = "") -> str:
         """The newest entries of the history that mention `about`."""
@@ -122,9 +123,9 @@ class PlannerState:
         return commands
 
     def _engine_started(self) -> list[ev.Command]:
-        if self.placements.records:
+        if self.placements.num_published:
             raise PlannerError(f"an engine starts only once; story: {self.story()}")
-        option = _option("first plan", place(self.catalog, self.request, self.cost))
+        option = Option.as_placed("first plan", place(self.catalog, self.request, self.cost))
         self._plan_probes(option)  # a lane left out by prediction alone gets its measurement
         return self.placements.publish(option, "first plan")
 
@@ -171,7 +172,7 @@ class PlannerState:
 
     def _step_retired(self, event: ev.StepRetired) -> list[ev.Command]:
         record = self.placements.record(event.placement_id)
-        if record.stage == "retired":
+        if record is None:
             return []  # told late, in a batch: the switch has been seen already
         commands: list[ev.Command] = []
         if record.stage != "active":
@@ -203,8 +204,8 @@ class PlannerState:
         # One reference per era, so that paces of other plans, rows and contexts compare.
         pace = event.seconds / self.predictions.reference_s(record.placement, self.cost, workload)
         record.paces.append(pace)
-        content = self.paces.content(record.placement)
-        self.paces.add(self._conditions(), content, record.option.label, pace)
+        label = record.option.label
+        self.paces.add(self.num_steps, self._conditions(), self._content(record), label, pace)
 
     # -- drift
 
@@ -259,29 +260,32 @@ class PlannerState:
         if event.lane == DISK_LANE:
             return []  # it never spins, and has no rows to give away
         if event.fraction >= self.settings.delay_high:
-            lane.calm_windows = 0
-            is_new, lane.delayed = not lane.delayed, event.fraction
-            return self._core_shared(event.lane) if is_new else []
+            is_worse = event.fraction >= lane.asked_at + self.settings.delay_step
+            is_news = not lane.delayed or is_worse
+            lane.calm_windows, lane.delayed = 0, event.fraction
+            return self._core_shared(event.lane) if is_news else []
         if event.fraction > self.settings.delay_low or not lane.delayed:
             lane.calm_windows = 0
             return []
-        has_started = bool(self.placements.records)
-        if has_started and self.placements.newest.weights.get(event.lane) == 0.0:
+        weight = 1.0
+        if self.placements.records:
+            weight = self.placements.newest.weights.get(event.lane, 1.0)
+        if weight == 0.0:
             return []  # without rows it never wants to run: its calm says nothing, probes will
         lane.calm_windows += 1
         if lane.calm_windows < 2:
             return []
-        lane.delayed, lane.spin_us = 0.0, self.settings.spin_us
-        if lane.probe_in is not None:
-            lane.probe_in = 0
+        lane.delayed, lane.asked_at, lane.spin_us = 0.0, 0.0, self.settings.spin_us
+        lane.probe_in = None if weight >= 1.0 else 0
         self.placements.unsettle()
         return [ev.SetSpin(event.lane, lane.spin_us)]
 
     def _core_shared(self, name: str) -> list[ev.Command]:
         """Sleep at barriers at once, then measure: keep the split, drop the lane, give it less."""
         lane = self.lanes[name]
+        lane.asked_at = lane.delayed
+        commands: list[ev.Command] = [ev.SetSpin(name, 0)] if lane.spin_us else []
         lane.spin_us = 0
-        commands: list[ev.Command] = [ev.SetSpin(name, 0)]
         if not self.placements.records or not lane.is_alive:
             return commands
         self.placements.unsettle()
@@ -312,8 +316,8 @@ class PlannerState:
         winner, _ = trial.winner()
         if trial.lane is not None:
             lane = self.lanes[trial.lane]
-            lane.probe_in = probe_interval(trial, trial.lane, lane.probe_interval, self.settings)
-            lane.probe_interval = lane.probe_in or 0
+            lane.probe_in = probe_interval(trial, lane.probe_interval, self.settings)
+            lane.probe_interval = lane.probe_in
             self._plan_probes(winner)
         elif winner is trial.current:
             self.patience = self.settings.min_steps_between
@@ -326,17 +330,17 @@ class PlannerState:
         return self.placements.publish(winner, reason)
 
     def _plan_probes(self, option: Option) -> None:
-        """Each lane that is set back will be tried again, and one that is back need not be."""
+        """A lane that is set back, or whose core is shared, will be asked again; no other."""
         for name, weight in option.weights.items():
             lane = self.lanes[name]
-            if weight >= 1.0:
+            if weight >= 1.0 and not lane.delayed:
                 lane.probe_in, lane.probe_interval = None, 0
             elif lane.probe_in is None:
                 lane.probe_in = lane.probe_interval = self.settings.probe_min_steps
 
     def _probe(self, record: Record) -> list[ev.Command]:
-        """Give a lane that was set back all its rows for a moment, when its time has come."""
-        if len(record.paces) < self.settings.trial_steps:
+        """Ask again, when its time has come: a lane set back gets its rows, another loses them."""
+        if len(record.paces) < self.settings.trial_steps or len(record.option.weights) == 1:
             return []
         for name, lane in self.lanes.items():
             if lane.probe_in is None or not lane.is_alive:
@@ -345,12 +349,15 @@ class PlannerState:
             if lane.probe_in > 0:
                 continue
             now = record.option
-            back = self._weighted(f"{name} back", now, {**now.weights, name: 1.0})
+            label, weights = f"{name} back", {**now.weights, name: 1.0}
+            if now.weights.get(name, 1.0) >= 1.0:
+                label, weights = choices_for_shared_core(now.weights, name, self.settings)[0]
+            rival = self._weighted(label, now, weights)
             before = mean(record.paces, self.settings.min_steps_between)
-            why = f"probing whether {name} may return"
+            why = f"asking again: {label}"
             gain = self.settings.gain_threshold
-            self.trial = Trial(why, gain, back, results=[(now, before)], lane=name)
-            return self.placements.publish(back, why)
+            self.trial = Trial(why, gain, rival, results=[(now, before)], lane=name)
+            return self.placements.publish(rival, why)
         return []
 
     # -- helpers
@@ -376,7 +383,7 @@ class PlannerState:
             best = place(self.catalog, request, cost, weights=held or None)
         kept = tuple(note for note in now.placement.notes if note.startswith("context "))
         notes = tuple(dict.fromkeys(kept + best.notes))
-        option = _option(f"re-plan ({best.strategy})", replace(best, notes=notes))
+        option = Option.as_placed(f"re-plan ({best.strategy})", replace(best, notes=notes))
         return replace(option, weights={**option.weights, **held})
 
     def _replan(self, why: str) -> list[ev.Command]:
@@ -406,6 +413,11 @@ class PlannerState:
     def _alive_lanes(self) -> tuple[LaneSpec, ...]:
         return tuple(lane for lane in self.request.lanes if self.lanes[lane.name].is_alive)
 
+    def _content(self, record: Record) -> int:
+        if record.content is None:
+            record.content = self.paces.content(record.placement)
+        return record.content
+
     def _conditions(self) -> tuple[str, ...]:
         return tuple(sorted(name for name, lane in self.lanes.items() if lane.delayed))
 
@@ -424,9 +436,3 @@ class PlannerState:
             assert lane.folded > 0, name
             assert lane.probe_in is None or lane.probe_interval > 0, name
             assert not lane.delayed or lane.spin_us == 0 or not lane.is_alive, name
-
-
-def _option(label: str, placement: Placement) -> Option:
-    active = placement.active_lanes
-    weights = {lane.name: float(lane.name in active) for lane in placement.lanes}
-    return Option(label, placement, weights)

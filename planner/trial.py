@@ -24,6 +24,7 @@ class Settings:
     trial_steps: int = 3  # measured steps per option
     settle_steps: int = 1  # steps after a switch that are not measured
     delay_high: float = 0.05  # fraction of time in the run queue from which a core counts as shared
+    delay_step: float = 0.2  # how much worse it must get for splits to be compared anew
     delay_low: float = 0.02  # ... and below which, twice in a row, it counts as ours again
     spin_us: int = 50  # what a wait spins on a core of our own
     shifted_weight: float = 0.5  # a disturbed lane's part of its usual rows, as a third option
@@ -39,6 +40,13 @@ class Option:
     label: str  # for people: "cpu:1 dropped"
     placement: Placement  # as a pattern: it gets a new id whenever it is published
     weights: Mapping[str, float]  # lane -> part of its usual rows
+
+    @staticmethod
+    def as_placed(label: str, placement: Placement) -> Option:
+        """Lanes that got a share count in full, the others not at all."""
+        active = placement.active_lanes
+        weights = {lane.name: float(lane.name in active) for lane in placement.lanes}
+        return Option(label, placement, weights)
 
 
 @dataclass(slots=True)
@@ -87,17 +95,14 @@ def choices_for_shared_core(
     return choices
 
 
-def probe_interval(trial: Trial, lane: str, previous: int, settings: Settings) -> int | None:
-    """Steps until `lane` is tried again; None if the trial's winner gives it all its rows.
+def probe_interval(trial: Trial, previous: int, settings: Settings) -> int:
+    """Steps until the question of this trial is put again.
 
-    So many that probes which lose take less than `probe_cost` of the time; twice as many as the
-    last time, for a disturbance that has lasted will last.
+    So many that asking takes less than `probe_cost` of the time even if the slowest option is what
+    is tried; and twice as many as last time, for what has lasted will last.
     """
-    winner, pace = trial.winner()
-    if winner.weights[lane] >= 1.0:
-        return None
-    full = [each for option, each in trial.results if option.weights[lane] >= 1.0]
-    lost = max(0.0, max(full) / pace - 1.0) if full else 0.0
+    _, pace = trial.winner()
+    lost = max(each for _, each in trial.results) / pace - 1.0
     # Besides the measured steps, those that pass while lanes acknowledge and settle, twice.
     num_steps = settings.trial_steps + 2 * settings.settle_steps + 2
     affordable = int(lost * num_steps / settings.probe_cost) + 1

@@ -312,6 +312,52 @@ def test_the_disturbance_moves_to_the_other_core(make_engine) -> None:
     assert engine.running.active_lanes == ("cpu:1",)
 
 
+@pytest.mark.parametrize(
+    ("fractions", "spins", "trials"),
+    [
+        ([0.04, 0.03, 0.04], [], 0),
+        ([0.05], [0], 1),
+        ([0.05, 0.1, 0.2], [0], 1),
+        ([0.05, 0.3], [0], 2),
+        ([0.05, 0.0, 0.03, 0.0], [0], 1),
+        ([0.05, 0.0, 0.0], [0, 50], 1),
+        ([0.05, 0.0, 0.0, 0.0, 0.06], [0, 50, 0], 2),
+    ],
+)
+def test_what_counts_as_a_shared_core(
+    make_engine, fractions: list[float], spins: list[int], trials: int
+) -> None:
+    engine = make_engine(machine=shared_core(0.010, 0.018, 0.015, 0.010))
+    engine.run(5)
+    said = [each for fraction in fractions for each in react(engine, fraction)]
+    assert [each.spin_us for each in said if isinstance(each, ev.SetSpin)] == spins
+    assert notes(said).count("then comparing other splits") == trials
+
+
+def test_a_split_that_won_is_asked_again(make_engine) -> None:
+    """The fraction stays the same, but the other process has come to hurt more."""
+    engine = make_engine(machine=shared_core(0.012, 0.018, 0.015, 0.05))
+    engine.run(5)
+    react(engine)
+    assert engine.running.active_lanes == ("cpu:0", "cpu:1")
+    engine.machine = shared_core(0.030, 0.018, 0.025, 0.050)
+    engine.run(300)
+    assert engine.running.active_lanes == ("cpu:0",)
+    assert engine.state.regret() <= 0.03
+
+
+def test_prefill_switches_placements_but_measures_nothing(make_engine) -> None:
+    engine = make_engine()
+    engine.run(5)
+    engine.tell(ev.BudgetChanged(1 << 29))
+    placement_id = engine.next.placement_id
+    said = engine.tell(ev.StepRetired(6, placement_id, "prefill", 256, 256, 9.0, {"cpu:0": 9.0}))
+    assert said == [ev.RetirePlacement(1)]
+    assert engine.state.active_placement.placement_id == placement_id
+    assert engine.state.drift()["cpu:0"] == pytest.approx(0.0)
+    assert engine.run(20) == []
+
+
 def test_the_only_lane_sleeps_and_that_is_all(make_engine) -> None:
     engine = make_engine(num_lanes=1)
     engine.run(5)

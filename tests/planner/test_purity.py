@@ -1,0 +1,30 @@
+"""The planner is pure: the standard library, and itself."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import shadowlane.planner
+
+FILES = sorted(Path(shadowlane.planner.__file__).parent.glob("*.py"))
+IMPURE = {"time", "random", "os", "threading", "asyncio", "socket", "subprocess", "datetime"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_imports_nothing_else(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names = [node.module or ""]
+        else:
+            continue
+        for name in names:
+            is_own = name.startswith("shadowlane.planner")
+            is_pure = name.split(".")[0] in sys.stdlib_module_names and name not in IMPURE
+            assert is_own or is_pure, f"{path.name} imports {name}"
