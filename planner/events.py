@@ -64,6 +64,14 @@ class PlacementAnnounced:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacementRefused:
+    """The engine cannot bring this about, and has told no lane of it."""
+
+    placement_id: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileMeasured:
     profile: Profile
 
@@ -77,6 +85,7 @@ Event = (
     | BudgetChanged
     | PlacementAcknowledged
     | PlacementAnnounced
+    | PlacementRefused
     | ProfileMeasured
 )
 

@@ -96,6 +96,14 @@ class Placements:
         record.stage = "acknowledged"
         return [ev.AnnouncePlacement(event.placement_id)]
 
+    def refuse(self, placement_id: int) -> list[ev.Command]:
+        record = self.records[placement_id]
+        if record.stage != "published":
+            raise self._impossible(placement_id, "was refused while")
+        del self.records[placement_id]
+        self.pending = None
+        return [ev.RetirePlacement(placement_id)]
+
     def announce(self, event: ev.PlacementAnnounced) -> list[ev.Command]:
         record = self.record(event.placement_id)
         if record is None:

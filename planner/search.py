@@ -58,11 +58,14 @@ def place(
     *,
     placement_id: int = 0,
     weights: Mapping[str, float] | None = None,
+    current: Placement | None = None,
 ) -> Placement:
     """The best placement found for `request`.
 
     weights: how fast each lane counts for the split of rows; None: as fast as predicted, and the
     planner may leave a lane out. A lane of weight 0 gets nothing.
+    current: what runs now. Then as little as possible moves: what is resident stays where the
+    budget allows that, and where it does not, nothing else becomes resident instead.
 
     Raises InfeasiblePlan naming each part of the sum, ValueError for a pin that matches no group.
     """
@@ -71,6 +74,8 @@ def place(
     constants = whole_pages(catalog.constants_nbytes)
     scratch = whole_pages(catalog.scratch_nbytes)
     room = request.ram - constants - scratch - context.kv_nbytes
+    if current is not None:
+        sorted_weights = _anchor(catalog, request, sorted_weights, room, current)
     num_slots, kept = _ring(catalog, request, sorted_weights, room)
     slots_nbytes = num_slots * catalog.slot_nbytes
     room -= slots_nbytes + kept
@@ -185,6 +190,35 @@ def _ring(catalog: Catalog, request: Request, weights: _Weights, room: int) -> t
     while slots * 2 <= min(RING_SLOTS, affordable):
         slots *= 2
     return slots, pinned
+
+
+def _anchor(
+    catalog: Catalog, request: Request, weights: _Weights, room: int, current: Placement
+) -> _Weights:
+    """What may still change beside `current`: more stays, or else only less."""
+
+    def is_resident(blocks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(index for index in blocks if current.resident[index])
+
+    def is_missing(blocks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(index for index in blocks if not current.resident[index])
+
+    staying = weights.pinned + is_resident(weights.free) + is_resident(weights.gathered)
+    more = _Weights(
+        pinned=staying,
+        free=is_missing(weights.free),
+        forced=weights.forced,
+        gathered=is_missing(weights.gathered),
+    )
+    num_slots, kept = _ring(catalog, request, more, room)
+    if num_slots * catalog.slot_nbytes + kept <= room:
+        return more
+    return _Weights(
+        pinned=weights.pinned,
+        free=is_resident(weights.free),
+        forced=weights.forced + is_missing(weights.free),
+        gathered=is_resident(weights.gathered),
+    )
 
 
 def _residents(

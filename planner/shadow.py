@@ -117,6 +117,8 @@ class PlannerState:
             commands = self.placements.acknowledge(event)
         elif isinstance(event, ev.PlacementAnnounced):
             commands = self.placements.announce(event)
+        elif isinstance(event, ev.PlacementRefused):
+            commands = self._placement_refused(event)
         else:
             commands = self._profile_measured(event.profile)
         self.history.extend(f"-> {ev.brief(command)}" for command in commands)
@@ -167,6 +169,17 @@ class PlannerState:
         if self.placements.active is None or self.placements.is_switching:
             return []
         return self._consider("a new profile was measured")
+
+    def _placement_refused(self, event: ev.PlacementRefused) -> list[ev.Command]:
+        record = self.placements.record(event.placement_id)
+        if record is None:
+            return []
+        self.refused.add(self._content(record))
+        if self.trial is not None and self.trial.current is record.option:
+            self.trial = None
+        commands = self.placements.refuse(event.placement_id)
+        note = f"placement {event.placement_id} ({record.reason}) was refused: {event.why}"
+        return [*commands, ev.Note(note)]
 
     # -- steps
 
@@ -230,18 +243,24 @@ class PlannerState:
             lane.folded = lane.ratio or lane.folded
         cost = self._drifted_cost()
         staying_s = simulate(self.catalog, running, cost).step_s
-        option = self._plan_again(record.option)
-        best = option.placement
-        gain = 1 - best.predicted_step_s / staying_s
-        if self.paces.content(best) in self.refused:
-            return [ev.Note(f"{why}: staying, the plan predicted best has measured slower")]
-        moved = sum(
-            block.held_nbytes
-            for block in self.catalog.blocks
-            if best.resident[block.index] and not running.resident[block.index]
-        )
+        # Blocks can move only into what is free beside those that are there.
+        free = running.ram - running.total_nbytes
+        plans = [
+            (option, moved)
+            for option in (
+                self._plan_again(record.option, anew=False),
+                self._plan_again(record.option, anew=True),
+            )
+            if (moved := self._moved_nbytes(running, option.placement)) <= free
+            and self.paces.content(option.placement) not in self.refused
+        ]
+        if not plans:
+            return [ev.Note(f"{why}: staying, what is predicted best was slower or cannot be had")]
+        option, moved = min(plans, key=lambda plan: plan[0].placement.predicted_step_s)
+        best_s = option.placement.predicted_step_s
+        gain = 1 - best_s / staying_s
         move_s = moved / cost.disk_bytes_per_s(self.catalog.slot_nbytes, contended=True)
-        won_s = (staying_s - best.predicted_step_s) * self.settings.horizon_steps
+        won_s = (staying_s - best_s) * self.settings.horizon_steps
         if gain < self.settings.gain_threshold or won_s <= move_s:
             return [ev.Note(f"{why}: staying, the best plan would win {max(0.0, gain):.1%}")]
         if record.paces:
@@ -362,8 +381,18 @@ class PlannerState:
 
     # -- helpers
 
-    def _plan_again(self, now: Option) -> Option:
-        """The best plan for lanes alive and drift known, at the context that is promised."""
+    def _moved_nbytes(self, old: Placement, new: Placement) -> int:
+        return sum(
+            block.held_nbytes
+            for block in self.catalog.blocks
+            if new.resident[block.index] and not old.resident[block.index]
+        )
+
+    def _plan_again(self, now: Option, *, anew: bool) -> Option:
+        """The best plan for lanes alive and drift known, at the context that is promised.
+
+        anew: free to move what is resident; otherwise as little as possible moves.
+        """
         request = replace(
             self.request, lanes=self._alive_lanes(), context=now.placement.context_tokens
         )
@@ -375,12 +404,17 @@ class PlannerState:
         }
         if len(held) == len(request.lanes) and not any(held.values()):
             held = {}
-        cost = self._drifted_cost()
+        current = None if anew else now.placement
+
+        def best_for(request: Request) -> Placement:
+            cost = self._drifted_cost()
+            return place(self.catalog, request, cost, weights=held or None, current=current)
+
         try:  # the ring that is there stays as it is, where the budget allows that
-            kept_ring = replace(request, num_slots=now.placement.num_slots or request.num_slots)
-            best = place(self.catalog, kept_ring, cost, weights=held or None)
+            ring = now.placement.num_slots or request.num_slots
+            best = best_for(replace(request, num_slots=ring))
         except InfeasiblePlan:
-            best = place(self.catalog, request, cost, weights=held or None)
+            best = best_for(request)
         kept = tuple(note for note in now.placement.notes if note.startswith("context "))
         notes = tuple(dict.fromkeys(kept + best.notes))
         option = Option.as_placed(f"re-plan ({best.strategy})", replace(best, notes=notes))
@@ -390,7 +424,7 @@ class PlannerState:
         """A plan for other lanes or another budget: what was measured before compares no more."""
         if not self.placements.records:
             return []
-        option = self._plan_again(self.placements.newest)
+        option = self._plan_again(self.placements.newest, anew=False)
         self._new_era()
         self._plan_probes(option)
         return self.placements.publish(option, why)

@@ -428,6 +428,48 @@ def test_budgets_shrink_and_grow_back_while_running(make_engine) -> None:
     assert not engine.running.sweep
 
 
+def test_a_shrunk_budget_only_drops_and_a_grown_one_only_adds(make_engine) -> None:
+    engine = make_engine(ram=60 * MIB)
+    engine.run(2)
+    for ram in (50 * MIB, 30 * MIB, 45 * MIB, 80 * MIB, 40 * MIB):
+        before = engine.running
+        engine.tell(ev.BudgetChanged(ram))
+        engine.run(2)
+        after = engine.running
+        assert after.ram == ram
+        pairs = list(zip(before.resident, after.resident, strict=True))
+        dropped, added = pairs.count((True, False)), pairs.count((False, True))
+        assert dropped == 0 or added == 0
+        assert (dropped if ram < before.ram else added) > 0
+
+
+def test_other_lanes_move_nothing(make_engine) -> None:
+    engine = make_engine(ram=30 * MIB)
+    engine.run(2)
+    before = engine.running
+    engine.tell(ev.LaneDied("cpu:1"))
+    engine.run(2)
+    assert engine.running.shares != before.shares
+    assert engine.running.resident == before.resident
+    assert engine.running.sweep == before.sweep
+
+
+def test_a_refused_placement_is_forgotten_and_not_wanted_again() -> None:
+    state, first = start()
+    placement_id = first.placement.placement_id
+    for name in ("cpu:0", "cpu:1", DISK_LANE):
+        state.handle(ev.PlacementAcknowledged(name, placement_id))
+    state.handle(ev.PlacementAnnounced(placement_id, 1))
+    retire_step(state, placement_id)
+    [second] = published(state.handle(ev.BudgetChanged(1 << 29)))
+    said = state.handle(ev.PlacementRefused(second.placement.placement_id, "no room"))
+    assert said[0] == ev.RetirePlacement(second.placement.placement_id)
+    assert "no room" in notes(said)
+    assert state.placements.pending is None
+    assert state.active_placement == first.placement
+    state.validate()
+
+
 def test_a_new_profile_counts_at_once(make_engine) -> None:
     engine = make_engine()
     engine.run(5)
