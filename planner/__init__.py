@@ -5,6 +5,6 @@ placement  a plan as data                  search          finding one (spread, 
 program    what each lane does in a step   validate        the proof that programs fit and run
 simulate   the predicted timeline          bounds          what no plan can beat
 events     what goes in and comes out      shadow          the state beside a running engine, with
-                                           lifecycle, trial and measured as its parts
+                                           lifecycle, replan, trial, measured: its parts
 explain    a plan in rows                  synthetic       catalogs for planning without files
 """

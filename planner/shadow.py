@@ -24,6 +24,7 @@ from shadowlane.planner.placement import (
     Request,
 )
 from shadowlane.planner.profile import Profile
+from shadowlane.planner.replan import moved_nbytes, plan_again
 from shadowlane.planner.search import place, with_weights
 from shadowlane.planner.simulate import simulate
 from shadowlane.planner.trial import (
@@ -251,7 +252,7 @@ class PlannerState:
                 self._plan_again(record.option, anew=False),
                 self._plan_again(record.option, anew=True),
             )
-            if (moved := self._moved_nbytes(running, option.placement)) <= free
+            if (moved := moved_nbytes(self.catalog, running, option.placement)) <= free
             and self.paces.content(option.placement) not in self.refused
         ]
         if not plans:
@@ -381,44 +382,17 @@ class PlannerState:
 
     # -- helpers
 
-    def _moved_nbytes(self, old: Placement, new: Placement) -> int:
-        return sum(
-            block.held_nbytes
-            for block in self.catalog.blocks
-            if new.resident[block.index] and not old.resident[block.index]
-        )
-
     def _plan_again(self, now: Option, *, anew: bool) -> Option:
-        """The best plan for lanes alive and drift known, at the context that is promised.
-
-        anew: free to move what is resident; otherwise as little as possible moves.
-        """
-        request = replace(
-            self.request, lanes=self._alive_lanes(), context=now.placement.context_tokens
-        )
-        # A lane that was set back because its core is shared stays so until a probe says more.
+        """The best plan for lanes alive and drift known; see `replan.plan_again`."""
+        alive = self._alive_lanes()
+        # A lane that was set back because its core is shared stays so until it is asked again.
         held = {
             lane.name: now.weights.get(lane.name, 1.0)
-            for lane in request.lanes
+            for lane in alive
             if self.lanes[lane.name].probe_in is not None
         }
-        if len(held) == len(request.lanes) and not any(held.values()):
-            held = {}
-        current = None if anew else now.placement
-
-        def best_for(request: Request) -> Placement:
-            cost = self._drifted_cost()
-            return place(self.catalog, request, cost, weights=held or None, current=current)
-
-        try:  # the ring that is there stays as it is, where the budget allows that
-            ring = now.placement.num_slots or request.num_slots
-            best = best_for(replace(request, num_slots=ring))
-        except InfeasiblePlan:
-            best = best_for(request)
-        kept = tuple(note for note in now.placement.notes if note.startswith("context "))
-        notes = tuple(dict.fromkeys(kept + best.notes))
-        option = Option.as_placed(f"re-plan ({best.strategy})", replace(best, notes=notes))
-        return replace(option, weights={**option.weights, **held})
+        request = replace(self.request, lanes=alive)
+        return plan_again(self.catalog, request, self._drifted_cost(), now, held, anew=anew)
 
     def _replan(self, why: str) -> list[ev.Command]:
         """A plan for other lanes or another budget: what was measured before compares no more."""

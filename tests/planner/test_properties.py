@@ -14,10 +14,12 @@ from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel, Workload
 from shadowlane.planner.placement import InfeasiblePlan, LaneSpec, Placement, Request, whole_pages
 from shadowlane.planner.program import build_programs
+from shadowlane.planner.replan import moved_nbytes, plan_again
 from shadowlane.planner.search import place, with_weights
 from shadowlane.planner.simulate import simulate
 from shadowlane.planner.spread import spread
 from shadowlane.planner.synthetic import llama_catalog
+from shadowlane.planner.trial import Option
 from shadowlane.planner.validate import is_reached, validate
 
 few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -156,6 +158,30 @@ def test_any_split_of_rows_is_exact_and_moves_nothing(
     first_active = next(lane.name for lane in placement.lanes if weights[lane.name])
     assert {share.lane for share in changed.shares["embed"]} == {first_active}
     validate(catalog, changed, build_programs(catalog, changed))
+
+
+@few
+@given(planned(), st.data())
+def test_a_running_plan_moves_one_way_only(
+    plan: tuple[Catalog, Request, Placement], data: st.DataObject
+) -> None:
+    catalog, request, placement = plan
+    now = Option.as_placed("now", placement)
+    changed = replace(request, ram=data.draw(st.integers(request.ram // 4, 2 * request.ram)))
+    try:
+        option = plan_again(catalog, changed, CostModel(None), now, {}, anew=False)
+    except InfeasiblePlan:
+        assume(False)
+        raise
+    after = option.placement
+    assert after.total_nbytes <= changed.ram
+    assert after.context_tokens == placement.context_tokens
+    pairs = list(zip(placement.resident, after.resident, strict=True))
+    assert not ((True, False) in pairs and (False, True) in pairs)
+    assert moved_nbytes(catalog, placement, after) <= max(0, changed.ram - placement.ram) + sum(
+        (placement.ram - placement.total_nbytes, placement.slots_nbytes)
+    )
+    validate(catalog, after, build_programs(catalog, after))
 
 
 @few
