@@ -51,6 +51,8 @@ class CpuLane:
         self._programs: dict[int, LoweredProgram] = {}
         self._span = span or (lambda name: nullcontext())
         self._stopping = threading.Event()
+        # Steps after this one are for the workers, however late their threads come up.
+        self._last_step = counter_value(self._arena.base + layout.counter(STEP_COUNTER))
         self.error: str | None = None
 
     def adopt(self, placement: Placement, program: Program, homes: Mapping[int, int]) -> int:
@@ -67,9 +69,6 @@ class CpuLane:
 
     def run(self) -> str | None:
         """Work until `stop`, or until the abort word is set. Returns the error that ended it."""
-        import torch
-
-        torch.set_num_threads(1)  # each product is one worker's; see ops/tiles.py
         others = [
             threading.Thread(target=self._guarded, args=(worker,), daemon=True)
             for worker in range(1, len(self._cores))
@@ -93,6 +92,10 @@ class CpuLane:
             raise
 
     def _work(self, worker: int) -> None:
+        import torch
+
+        # Each product is one worker's; see ops/tiles.py. OpenMP keeps the number per thread.
+        torch.set_num_threads(1)
         pin_thread(self._cores[worker])
         layout, base = self._layout, self._arena.base
         abort, steps = base + layout.abort, base + layout.counter(STEP_COUNTER)
@@ -104,7 +107,7 @@ class CpuLane:
         delay = DelayReader(
             self._arena.view(layout.workers[self.number] + worker * t.WORKER_NBYTES, np.int64, 16)
         )
-        step = counter_value(steps)
+        step = self._last_step
         while not self._stopping.is_set():
             delay.update()
             status = wait_counter(steps, step + 1, abort, 0, LOOK_UP_NS)
@@ -117,7 +120,11 @@ class CpuLane:
             step = counter_value(steps)
             record = layout.records + (step % RECORD_RING) * layout.record_nbytes
             header = self._arena.view(record, np.int64, t.RECORD_HEADER_FIELDS)
-            program = self._programs[int(header[t.PLACEMENT])]
+            program = self._programs.get(int(header[t.PLACEMENT]))
+            if program is None:
+                if counter_value(steps) != step:
+                    continue  # so late that even the placement is gone
+                raise RuntimeError(f"no program for placement {int(header[t.PLACEMENT])}")
             if not len(program.instructions):
                 continue
             is_decode = header[t.PHASE] == t.DECODE

@@ -130,6 +130,8 @@ class DiskLane:
         self._paused = True
         self._stopping = False
         self._homes: Mapping[int, int] = {}
+        # Steps after this one are gathered for, however late the thread comes up.
+        self._last_step = counter_value(self._address(STEP_COUNTER))
         self.error: str | None = None
 
     # -- calls from the engine
@@ -137,7 +139,7 @@ class DiskLane:
     def load(self, homes: Mapping[int, int]) -> None:
         """Read blocks to their homes (arena offset of the enclosing range), `depth` at a time.
 
-        Raises OSError, or ValueError if a file ends early.
+        They count as resident once a placement that keeps them is adopted. Raises OSError, or ValueError if a file ends early.
         """
         todo = sorted(homes.items(), key=lambda each: self._key(each[0]))
         lock = threading.Lock()
@@ -165,7 +167,6 @@ class DiskLane:
             thread.join()
         if failures:
             raise failures[0]
-        self._homes = {**self._homes, **homes}
 
     def adopt(self, sweep: Sweep | None, homes: Mapping[int, int], placement_id: int) -> int:
         """Go on with this sweep. Call it between steps only.
@@ -196,6 +197,9 @@ class DiskLane:
             self._paused = True
             while self._reading and not self._stopping:
                 self._lock.wait(0.1)
+            # NOTE: a block that arrived before an earlier one gave up is read again: under another
+            # sweep its ordinal may be another block's.
+            self._arrived.clear()
             self._next = self._retired
             return self._retired
 
@@ -275,9 +279,7 @@ class DiskLane:
         for lane, step, rel in waits:
             wanted = sweep.lane_bases[lane] + step * sweep.lane_lengths[lane] + rel
             while True:
-                status = wait_counter(
-                    self._address(lane), np.int32(wanted & 0xFFFFFFFF), self._abort, 0, LOOK_UP_NS
-                )
+                status = wait_counter(self._address(lane), wanted, self._abort, 0, LOOK_UP_NS)
                 if status == WAIT_OK:
                     break
                 if status == WAIT_ABORTED or self._paused or self._stopping:
@@ -295,7 +297,7 @@ class DiskLane:
             while self._retired in self._arrived:
                 self._arrived.remove(self._retired)
                 self._retired += 1
-            publish(self._address(DISK_COUNTER), np.int32(self._retired & 0xFFFFFFFF))
+            publish(self._address(DISK_COUNTER), self._retired)
         return True
 
     def _follow_sweeps(self) -> None:
@@ -310,17 +312,11 @@ class DiskLane:
             end = sweep.base + (number + 1) * len(sweep.blocks)
             with self._span(f"sweep {number}"):
                 while not self._is_over() and self._sweep is sweep and self._retired < end:
-                    wait_counter(
-                        self._address(DISK_COUNTER),
-                        np.int32(end & 0xFFFFFFFF),
-                        self._abort,
-                        0,
-                        LOOK_UP_NS,
-                    )
+                    wait_counter(self._address(DISK_COUNTER), end, self._abort, 0, LOOK_UP_NS)
 
     def _gather_steps(self) -> None:
         """For each step: the embedding rows of its tokens that no resident block holds."""
-        step = counter_value(self._address(STEP_COUNTER))
+        step = self._last_step
         while not self._is_over():
             status = wait_counter(self._address(STEP_COUNTER), step + 1, self._abort, 0, LOOK_UP_NS)
             if status != WAIT_OK:
@@ -328,7 +324,7 @@ class DiskLane:
             step = counter_value(self._address(STEP_COUNTER))
             if any(block not in self._homes for block in self._blueprint.embedding_blocks):
                 self._gather(step)
-            publish(self._address(GATHER_COUNTER), np.int32(step))
+            publish(self._address(GATHER_COUNTER), step)
 
     def _gather(self, step: int) -> None:
         layout, blueprint = self._layout, self._blueprint
@@ -380,8 +376,8 @@ class DiskLane:
             ended = now_ns()
             with self._lock:
                 self._in_flight -= 1
-                if self._in_flight == 0:
-                    self._statistics[BUSY_NS] += ended - self._busy_since
+                self._statistics[BUSY_NS] += ended - self._busy_since
+                self._busy_since = ended
                 place = int(self._statistics[NUM_SPANS]) % DISK_SPAN_RING
                 self._spans[place] = (step, block, started, ended, source.nbytes)
                 self._statistics[NUM_SPANS] += 1
@@ -406,6 +402,11 @@ class ModelFile:
                     raise
                 self.direct = False
                 self._descriptor = self._buffered
+
+    def close(self) -> None:
+        """Close the descriptors; no read may be under way."""
+        for descriptor in {self._descriptor, self._buffered}:
+            os.close(descriptor)
 
     def _probe(self) -> None:
         """Some file systems accept the flag and refuse the read."""
