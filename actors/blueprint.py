@@ -7,7 +7,7 @@ tiles per matrix, so that the workers of a lane share a prefill evenly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -174,9 +174,14 @@ def read_blueprint(path: Path, options: Options, workers: int) -> tuple[Blueprin
     return cut_model(files, options, workers), files
 
 
-def cut_model(files: ModelFiles, options: Options, workers: int) -> Blueprint:
+def cut_model(
+    files: ModelFiles, options: Options, workers: int, layers: int | None = None
+) -> Blueprint:
+    """Cut opened files. `layers`: only the first so many, for measurements."""
     config = read_decoder(files)
     unexpected = check_tensors(config, files.tensors)
+    if layers is not None:
+        config = replace(config, num_layers=layers, windows=config.windows[:layers])
     if options.context is not None and not 1 <= options.context <= config.max_context:
         raise ValueError(
             f"ctx_size must be between 1 and the model's {config.max_context}; "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import numpy as np
 
 from shadowlane.actors import disk_lane as disk
 from shadowlane.actors.arena import (
+    DISK_SPAN_FIELDS,
+    DISK_SPAN_RING,
     DISK_STATISTICS,
     STEP_COUNTER,
     Arena,
@@ -109,6 +112,10 @@ class Engine:
         self._lengths: dict[int, list[int]] = {}
         self._runs: dict[str, Pending] = {}
         self.steps_retired = 0
+        self.decisions: deque[str] = deque(maxlen=100)  # what the planner decided, and why
+        self._is_launched = False
+        self._carried: list[Sequence] = []
+        self._delays_seen: tuple[float, dict[tuple[int, int], int]] | None = None
 
     # -- starting
 
@@ -121,13 +128,7 @@ class Engine:
         tell = progress or (lambda stage, fraction: None)
         began = time.monotonic()
         tell("planning", None)
-        self.cpus = [
-            self._host.start_cpu(number, cores) for number, cores in enumerate(self.settings.cores)
-        ]
-        self.disk = self._host.start_disk(
-            self.settings.depth, self.settings.direct, self.settings.prefetch
-        )
-        self.planner = self._host.start_planner()
+        self.launch()
         self.planner.call("open", self.blueprint.catalog, self.request, profile).result()
         first = self._first_placement()
         self.placement = first
@@ -170,6 +171,19 @@ class Engine:
             )
         self.notes.extend(first.notes)
         self.load_s = time.monotonic() - began
+
+    def launch(self) -> None:
+        """Start the lanes' processes; they come up while the caller goes on."""
+        if self._is_launched:
+            return
+        self._is_launched = True
+        self.cpus = [
+            self._host.start_cpu(number, cores) for number, cores in enumerate(self.settings.cores)
+        ]
+        self.disk = self._host.start_disk(
+            self.settings.depth, self.settings.direct, self.settings.prefetch
+        )
+        self.planner = self._host.start_planner()
 
     def _first_placement(self) -> Placement:
         for command in self.planner.call("handle", [ev.EngineStarted()]).result():
@@ -421,6 +435,12 @@ class Engine:
             )
         )
 
+    def run_unheard(self, plan: StepPlan) -> None:
+        """Run a step that belongs to no request; for measurements, while `serve` does not run."""
+        self._carried = []
+        self._run_step(plan)
+        self._events.clear()
+
     def _give_results(self, plan: StepPlan) -> None:
         place = 0
         context = self.placement.context_tokens
@@ -473,10 +493,10 @@ class Engine:
         if isinstance(command, ev.SetSpin):
             self.set_spin_us(command.lane, command.spin_us)
         elif isinstance(command, ev.Note):
-            self.notes.append(command.text)
+            self.decisions.append(command.text)
         elif isinstance(command, ev.PublishPlacement):
             placement = command.placement
-            self.notes.append(command.reason)
+            self.decisions.append(command.reason)
             new = [
                 block
                 for block, kept in enumerate(placement.resident)
@@ -487,7 +507,8 @@ class Engine:
                 if homes:
                     self.disk.call("load", homes).result()
                 else:
-                    self.notes.append("no room to move blocks before old copies are dropped")
+                    why = "no room to move blocks before old copies are dropped"
+                    self._events.append(ev.PlacementRefused(placement.placement_id, why))
                     return
             self._acknowledging += self._publish(placement)
             self._acknowledging.append((DISK_LANE, placement, _Already(placement.placement_id)))
@@ -504,7 +525,7 @@ class Engine:
 
     def _note_delays(self, now: float) -> None:
         """Events for lanes whose threads had to wait for their core since the last look."""
-        seen = getattr(self, "_delays_seen", None)
+        seen = self._delays_seen
         current = {
             (number, worker): int(self._worker_statistics(number, worker)[t.RUN_DELAY_NS])
             for number, spec in enumerate(self.lanes)
@@ -561,6 +582,23 @@ class Engine:
         place = self.layout.workers[lane] + worker * t.WORKER_NBYTES
         return self.arena.view(place, np.int64, t.WORKER_HEADER_NBYTES // 8)
 
+    @property
+    def step(self) -> int:
+        """Number of the newest step."""
+        return self._step
+
+    def worker_spans(self, lane: int, worker: int) -> np.ndarray:
+        """The spans that a worker's ring still holds, oldest first: int64 [n, SPAN_FIELDS]."""
+        place = self.layout.workers[lane] + worker * t.WORKER_NBYTES + t.WORKER_HEADER_NBYTES
+        ring = self.arena.view(place, np.int64, t.SPAN_RING, t.SPAN_FIELDS)
+        return ordered(ring, int(self._worker_statistics(lane, worker)[t.NUM_SPANS]))
+
+    def disk_spans(self) -> np.ndarray:
+        """The same of the disk lane: int64 [n, DISK_SPAN_FIELDS]."""
+        place = self.layout.disk + DISK_STATISTICS * 8
+        ring = self.arena.view(place, np.int64, DISK_SPAN_RING, DISK_SPAN_FIELDS)
+        return ordered(ring, int(self._disk_statistics()[disk.NUM_SPANS]))
+
     def _busy_ns(self) -> dict[str, tuple[int, int]]:
         """(busy, waiting) ns of each lane since the start, a mean over its workers."""
         result = {}
@@ -600,6 +638,13 @@ class _Already:
 
     def result(self, timeout: float | None = None) -> Any:
         return self._value
+
+
+def ordered(ring: np.ndarray, written: int) -> np.ndarray:
+    """A copy of a ring's rows, oldest first, when `written` have been written in all."""
+    if written <= len(ring):
+        return ring[:written].copy()
+    return np.roll(ring, -(written % len(ring)), axis=0)
 
 
 def common_prefix(left: Tokens[int], right: Tokens[int]) -> int:

@@ -1,0 +1,182 @@
+"""Measuring this machine with this model: the figures a profile holds.
+
+Operators are timed where they run: a one-layer cut of the model goes through the real lane code on
+the lane's own cores, and the spans that the workers write are what is read. A disk is timed with
+the lane's own kind of reads on the model's own files.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shadowlane.actors.arena import Arena
+from shadowlane.actors.blueprint import PAGE, BlockSource, Blueprint, Options, cut_model
+from shadowlane.actors.disk_lane import ModelFile
+from shadowlane.actors.engine import Engine, EngineSettings
+from shadowlane.actors.hosts import ThreadHost
+from shadowlane.actors.records import Row, StepPlan
+from shadowlane.ops import table as t
+from shadowlane.ops.files import open_model
+from shadowlane.planner.profile import DiskFigure, GroupFigure, Phase
+
+DECODE_ROWS = (1, 2, 4, 8)
+DECODE_CONTEXTS = (64, 1024)
+REPEATS = 5
+DISK_SECONDS = 0.5
+SLACK = 8 << 20
+
+
+def measure_groups(
+    cores: Sequence[int], root: Path, options: Options, ram: int, *, brief: bool = False
+) -> dict[str, Any]:
+    """Figures of one compute lane alone. `brief`: only what DRAM gives, for use beside reads.
+
+    Returns {"groups": [GroupFigure], "dram_bytes_per_s", "instruction_s", "step_s"}; the last
+    three None where they could not be told.
+    """
+    cut = cut_model(open_model(root), options, len(cores), layers=1)
+    engine = _engine(cut, root, options, cores, ram)
+    try:
+        return _measure(engine, cut, len(cores), brief)
+    finally:
+        engine.close()
+
+
+def _engine(cut: Blueprint, root: Path, options: Options, cores: Sequence[int], ram: int) -> Engine:
+    catalog = cut.catalog
+    pages = -(-min(cut.context_limit, max(DECODE_CONTEXTS)) // catalog.page_tokens)
+    needed = (
+        catalog.constants_nbytes
+        + catalog.scratch_nbytes
+        + sum(block.held_nbytes for block in catalog.blocks)
+        + (pages + 1) * options.max_batch * catalog.page_nbytes
+        + SLACK
+    )
+    settings = EngineSettings(min(ram, needed), (tuple(cores),))
+    engine = Engine(root, options, settings, ThreadHost(), cut)
+    engine.start(None)
+    return engine
+
+
+def _measure(engine: Engine, cut: Blueprint, threads: int, brief: bool) -> dict[str, Any]:
+    context = engine.placement.context_tokens
+    chunk = min(cut.options.prefill_chunk, context)
+    work: list[tuple[Phase, int, int]] = [("decode", 1, min(DECODE_CONTEXTS[0], context))]
+    if not brief:
+        work += [("decode", rows, min(DECODE_CONTEXTS[0], context)) for rows in DECODE_ROWS[1:]]
+        work.append(("decode", 1, min(DECODE_CONTEXTS[1], context)))
+        if chunk > t.MAX_DECODE_ROWS:
+            work.append(("prefill", chunk, chunk))
+    figures: list[GroupFigure] = []
+    gaps: list[float] = []
+    outside: list[float] = []
+    for phase, rows, tokens in dict.fromkeys(work):
+        times: dict[int, list[float]] = defaultdict(list)
+        for repeat in range(1 + REPEATS):
+            began = time.monotonic_ns()
+            engine.run_unheard(_step(rows, tokens, phase))
+            ended = time.monotonic_ns()
+            if repeat == 0:
+                continue  # warms caches, and compiles what no one has compiled yet
+            spans = _spans(engine, threads)
+            for group, (start, end, waited) in spans.items():
+                times[group].append((end - start - waited) / 1e9)
+            if phase == "decode" and rows == 1:
+                edges = sorted(spans.values())
+                gaps += [
+                    max(0.0, (later[0] - earlier[1]) / 1e9) for earlier, later in pairwise(edges)
+                ]
+                outside.append((ended - began - (edges[-1][1] - edges[0][0])) / 1e9)
+        for number, seconds in times.items():
+            group = cut.catalog.groups[number]
+            figures.append(
+                GroupFigure(
+                    lane_kind="cpu",
+                    threads=threads,
+                    kind=group.kind,
+                    layout=group.layout,
+                    units=group.units,
+                    cols=group.cols,
+                    phase=phase,
+                    rows=rows,
+                    context=tokens if group.kind == "attn" else 0,
+                    seconds=statistics.median(seconds),
+                )
+            )
+    heads = [each for each in figures if each.kind == "lm_head" and each.phase == "decode"]
+    nbytes = sum(cut.catalog.blocks[index].nbytes for index in cut.catalog.groups[-1].blocks)
+    single = [each.seconds for each in heads if each.rows == 1]
+    return {
+        "groups": figures,
+        "dram_bytes_per_s": nbytes / min(single) if single and min(single) > 0 else None,
+        "instruction_s": statistics.median(gaps) if gaps else None,
+        "step_s": statistics.median(outside) if outside else None,
+    }
+
+
+def _step(rows: int, tokens: int, phase: Phase) -> StepPlan:
+    """A step whose last row attends to `tokens` tokens; what is in the cache does not matter."""
+    first = max(0, tokens - rows)
+    made = tuple(
+        Row(token=index % 7, position=first + index, slot=0, wants_logits=index == rows - 1)
+        for index in range(rows)
+    )
+    return StepPlan(made, rows if phase == "decode" else 0, same_sequence=phase == "decode")
+
+
+def _spans(engine: Engine, threads: int) -> dict[int, tuple[int, int, int]]:
+    """Of the newest step: group -> (first start, last end, longest wait for the disk), in ns."""
+    step = engine.step
+    found: dict[int, tuple[int, int, int]] = {}
+    for worker in range(threads):
+        for span in engine.worker_spans(0, worker):
+            if span[0] != step:
+                continue
+            _, group, start, end, waited = (int(value) for value in span)
+            old = found.get(group, (start, end, 0))
+            found[group] = (min(old[0], start), max(old[1], end), max(old[2], waited))
+    return found
+
+
+def measure_disk(
+    sources: Sequence[BlockSource], depth: int, direct: bool, seconds: float = DISK_SECONDS
+) -> DiskFigure:
+    """Bandwidth of reads of the model's own blocks, `depth` at a time, for about `seconds`."""
+    files = {path: ModelFile(path, direct) for path in {source.path for source in sources}}
+    held = max(source.held_nbytes for source in sources)
+    buffers = Arena.create(depth * held)
+    lock = threading.Lock()
+    state = {"next": 0, "nbytes": 0}
+    until = time.monotonic() + seconds
+
+    def work(slot: int) -> None:
+        while time.monotonic() < until:
+            with lock:
+                number = state["next"]
+                state["next"] += 1
+            source = sources[number % len(sources)]
+            files[source.path].read_block(source, buffers.memory, slot * held)
+            with lock:
+                state["nbytes"] += source.held_nbytes
+
+    began = time.monotonic()
+    threads = [threading.Thread(target=work, args=(slot,)) for slot in range(depth)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    elapsed = time.monotonic() - began
+    buffers.close()
+    for file in files.values():
+        file.close()
+    typical = int(np.median([source.held_nbytes for source in sources]))
+    return DiskFigure(max(PAGE, typical), depth, state["nbytes"] / elapsed)
