@@ -30,6 +30,7 @@ from shadowlane.actors.arena import (
 from shadowlane.actors.blueprint import Blueprint, Options, read_blueprint
 from shadowlane.actors.homes import Homes
 from shadowlane.actors.hosts import Host, LaneDied, Pending
+from shadowlane.actors.lowering import lane_number
 from shadowlane.actors.records import RecordWriter, Row, StepPlan
 from shadowlane.actors.sequence import Sequence, TextSink
 from shadowlane.ops import table as t
@@ -113,7 +114,10 @@ class Engine:
         self._runs: dict[str, Pending] = {}
         self.steps_retired = 0
         self.decisions: deque[str] = deque(maxlen=100)  # what the planner decided, and why
+        self.eos_token_ids = frozenset(self.blueprint.config.eos_token_ids)
         self._is_launched = False
+        self._cpu_nbytes = [0] * len(self.lanes)  # weights multiplied by each lane so far
+        self._rope_cache: dict[int, tuple[np.ndarray, float]] = {}
         self._carried: list[Sequence] = []
         self._delays_seen: tuple[float, dict[tuple[int, int], int]] | None = None
 
@@ -257,9 +261,23 @@ class Engine:
         }
         self.disk.call("adopt", sweep, homes, placement.placement_id).result()
         self.placement = placement
+        self._step_nbytes = self._nbytes_per_step(placement)
         stale = [block for block in self.homes.offsets if not placement.resident[block]]
         for offset, nbytes in self.homes.drop(stale):
             self.arena.release(offset, nbytes)
+
+    def _nbytes_per_step(self, placement: Placement) -> list[int]:
+        """Weight bytes that each compute lane multiplies in one step, by its share of units."""
+        catalog = self.blueprint.catalog
+        total = [0.0] * len(self.lanes)
+        for group in catalog.groups:
+            if group.kind == "embed":
+                continue
+            nbytes = sum(catalog.blocks[index].nbytes for index in group.blocks)
+            for share in placement.shares[group.name]:
+                part = (share.last_unit - share.first_unit) / group.units
+                total[lane_number(share.lane)] += nbytes * part
+        return [round(each) for each in total]
 
     def set_spin_us(self, lane: str | None, spin_us: int) -> None:
         """How long the waits of a lane (None: of all) may spin before they sleep."""
@@ -295,8 +313,7 @@ class Engine:
         for token in prompt:
             if not 0 <= token < vocab:
                 raise ValueError(f"token ids must be between 0 and {vocab - 1}; got {token}")
-        eos = frozenset(self.blueprint.config.eos_token_ids)
-        sequence = Sequence(next(self._ids), prompt, params, eos, text, wants_logits)
+        sequence = Sequence(next(self._ids), prompt, params, self.eos_token_ids, text, wants_logits)
         with self._changed:
             self._waiting.append(sequence)
             self._changed.notify_all()
@@ -347,7 +364,7 @@ class Engine:
                 sequence.known = list(sequence.prompt[:kept])
                 sequence.pending = list(sequence.prompt[kept:])
                 sequence.timing.cached_tokens = kept
-                sequence.timing.started = time.monotonic()
+                sequence.start(self._lane_use)
                 self._slots[slot] = sequence.known
                 self._running.append(sequence)
 
@@ -393,11 +410,10 @@ class Engine:
         began = time.monotonic()
         before = self._busy_ns()
         self._step += 1
-        rope = self.blueprint.config.rope
         lengths: dict[int, int] = {}
         for row in plan.rows:
             lengths[row.slot] = max(lengths.get(row.slot, 0), row.position + 1)
-        frequencies = {slot: inv_freq(rope, length) for slot, length in lengths.items()}
+        frequencies = {slot: self._frequencies(length) for slot, length in lengths.items()}
         placement = self.placement
         self._records.write(
             self._step,
@@ -420,7 +436,12 @@ class Engine:
         self._disk_base += len(placement.sweep)
         self.steps_retired += 1
         seconds = time.monotonic() - began
+        for number, nbytes in enumerate(self._step_nbytes):
+            self._cpu_nbytes[number] += nbytes
         self._give_results(plan)
+        if plan.is_decode and not plan.same_sequence:
+            for sequence in self._carried:
+                sequence.decode_seconds.append(seconds)
         after = self._busy_ns()
         self._events.append(
             ev.StepRetired(
@@ -434,6 +455,15 @@ class Engine:
                 wait_s={name: (after[name][1] - before[name][1]) / 1e9 for name in after},
             )
         )
+
+    def _frequencies(self, length: int) -> tuple[np.ndarray, float]:
+        """Rotary frequencies of a sequence of so many tokens, and their attention scaling."""
+        rope = self.blueprint.config.rope
+        if rope.depends_on_length:
+            return inv_freq(rope, length)
+        if not self._rope_cache:
+            self._rope_cache[0] = inv_freq(rope, length)
+        return self._rope_cache[0]
 
     def run_unheard(self, plan: StepPlan) -> None:
         """Run a step that belongs to no request; for measurements, while `serve` does not run."""
@@ -581,6 +611,30 @@ class Engine:
     def _worker_statistics(self, lane: int, worker: int) -> np.ndarray:
         place = self.layout.workers[lane] + worker * t.WORKER_NBYTES
         return self.arena.view(place, np.int64, t.WORKER_HEADER_NBYTES // 8)
+
+    def _lane_use(self) -> dict[str, tuple[int, int]]:
+        """(busy ns, bytes) of each lane since the start."""
+        busy = self._busy_ns()
+        use = {
+            spec.name: (busy[spec.name][0], self._cpu_nbytes[number])
+            for number, spec in enumerate(self.lanes)
+        }
+        statistics = self._disk_statistics()
+        use[DISK_LANE] = (
+            busy[DISK_LANE][0],
+            int(statistics[disk.SWEEP_NBYTES] + statistics[disk.GATHER_NBYTES]),
+        )
+        return use
+
+    def lane_use(self, sequence: Sequence) -> dict[str, tuple[float, int]]:
+        """Per lane, busy seconds and bytes while a finished request ran (others' work included)."""
+        return {
+            name: (
+                (busy - sequence.use_before[name][0]) / 1e9,
+                nbytes - sequence.use_before[name][1],
+            )
+            for name, (busy, nbytes) in sequence.use_after.items()
+        }
 
     @property
     def step(self) -> int:

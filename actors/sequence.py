@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -12,6 +13,7 @@ import numpy as np
 
 from shadowlane.ops.sampling import Sampler, SamplingParams
 
+LaneUse = dict[str, tuple[int, int]]  # lane -> (busy ns, bytes) since the engine's start
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -74,6 +76,11 @@ class Sequence:
         self.generated: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.is_cancelled = False
+        self.is_heard = False  # the listener has had the last output
+        self.decode_seconds: list[float] = []  # of each step that carried one token of it
+        self._lane_use: Callable[[], LaneUse] = dict
+        self.use_before: LaneUse = {}
+        self.use_after: LaneUse = {}
 
     @property
     def is_decoding(self) -> bool:
@@ -82,6 +89,12 @@ class Sequence:
     @property
     def is_over(self) -> bool:
         return self.finish_reason is not None
+
+    def start(self, lane_use: Callable[[], LaneUse]) -> None:
+        """The engine has taken it up; `lane_use` tells what the lanes have done so far."""
+        self._lane_use = lane_use
+        self.use_before = lane_use()
+        self.timing.started = time.monotonic()
 
     def take(self, count: int) -> list[int]:
         """The next tokens of a step; they count as cached from now on."""
@@ -135,3 +148,4 @@ class Sequence:
     def _end(self, reason: FinishReason) -> None:
         self.finish_reason = reason
         self.timing.ended = time.monotonic()
+        self.use_after = self._lane_use()

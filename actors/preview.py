@@ -1,0 +1,74 @@
+"""A plan without an engine: from headers and cached measurements alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shadowlane.actors.blueprint import Blueprint, read_blueprint
+from shadowlane.actors.machine import hardware_fingerprint
+from shadowlane.actors.service import ServiceSpec, profile_path, read_profile
+from shadowlane.planner.cost import CostModel
+from shadowlane.planner.explain import plan_report
+from shadowlane.planner.placement import LaneSpec, Placement, Request
+from shadowlane.planner.profile import Profile
+from shadowlane.planner.search import place
+
+
+def preview(spec: ServiceSpec) -> dict[str, Any]:
+    """The plan an engine would start with; see `planner/explain.py`. Reads no weights.
+
+    Raises InfeasiblePlan, ModelError, ValueError.
+    """
+    blueprint, profile = _read(spec)
+    cost = CostModel(profile)
+    placement = first_placement(spec, blueprint, cost)
+    report = plan_report(blueprint.catalog, placement, cost)
+    report["notes"] = [*spec.notes, *blueprint.notes, *report["notes"]]
+    report["model"] = str(spec.root)
+    report["dtype"] = blueprint.dtype
+    return report
+
+
+def first_placement(spec: ServiceSpec, blueprint: Blueprint, cost: CostModel) -> Placement:
+    lanes = tuple(
+        LaneSpec(f"cpu:{number}", len(cores)) for number, cores in enumerate(spec.settings.cores)
+    )
+    request = Request(
+        ram=spec.settings.ram,
+        lanes=lanes,
+        context=spec.options.context,
+        max_batch=spec.options.max_batch,
+        num_slots=spec.settings.num_slots,
+    )
+    return place(blueprint.catalog, request, cost)
+
+
+def cached_profile(spec: ServiceSpec) -> Profile | None:
+    """What was measured earlier of this machine with this model, if anything."""
+    return _read(spec)[1]
+
+
+def forget_profile(spec: ServiceSpec) -> None:
+    blueprint, _ = _read(spec)
+    _path(spec, blueprint).unlink(missing_ok=True)
+
+
+def profile_report(spec: ServiceSpec) -> dict[str, Any]:
+    """The cached profile as plain data, with where it is kept."""
+    blueprint, profile = _read(spec)
+    if profile is None:
+        raise ValueError(f"the profile could not be kept in {_path(spec, blueprint).parent}")
+    return {"path": str(_path(spec, blueprint)), **asdict(profile)}
+
+
+def _path(spec: ServiceSpec, blueprint: Blueprint) -> Path:
+    threads = [len(cores) for cores in spec.settings.cores]
+    return profile_path(hardware_fingerprint(threads, spec.root), blueprint)
+
+
+def _read(spec: ServiceSpec) -> tuple[Blueprint, Profile | None]:
+    workers = sum(len(cores) for cores in spec.settings.cores)
+    blueprint, _ = read_blueprint(spec.root, spec.options, workers)
+    return blueprint, read_profile(_path(spec, blueprint))

@@ -1,0 +1,373 @@
+"""What a user of the engine needs around it: profile, tokenizer, text, statistics, timeline.
+
+A plain class, like the engine. In production it lives in one Ray actor; tests use it directly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import threading
+from collections.abc import Iterator
+from collections.abc import Sequence as Tokens
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shadowlane.actors.blueprint import Blueprint, Options
+from shadowlane.actors.engine import Engine, EngineError, EngineSettings
+from shadowlane.actors.hosts import Host
+from shadowlane.actors.machine import hardware_fingerprint
+from shadowlane.actors.sequence import FinishReason, Sequence
+from shadowlane.actors.timeline import make_timeline
+from shadowlane.ops.compiled import user_cache_directory
+from shadowlane.ops.sampling import SamplingParams
+from shadowlane.ops.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
+from shadowlane.planner.cost import CostModel
+from shadowlane.planner.explain import plan_report
+from shadowlane.planner.profile import Profile
+
+Message = dict[str, str]
+Prompt = str | Tokens[int] | Tokens[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """What to serve and how."""
+
+    root: Path
+    options: Options
+    settings: EngineSettings
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of an answer as it is written."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+
+
+class Service:
+    """One model, served. `start`, then `stream` from any number of threads, then `close`."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.stage: tuple[str, float | None] = ("starting", None)
+        self._engine: Engine | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._last: Sequence | None = None
+        self._named: dict[str, Sequence] = {}  # running requests that a client may cancel
+        self._profile: Profile | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- life
+
+    def start(self, spec: ServiceSpec) -> dict[str, Any]:
+        """Load the model. Returns what a client wants to know about it.
+
+        Raises ModelError, InfeasiblePlan, ValueError, OSError, EngineError.
+        """
+        self._spec = spec
+        engine = Engine(spec.root, spec.options, spec.settings, self._host)
+        self._engine = engine
+        engine.notes[:0] = spec.notes
+        engine.launch()
+        loading = threading.Thread(target=self._load_tokenizer, daemon=True)
+        self._tokenizer_error: Exception | None = None
+        loading.start()
+        self._profile = self._find_profile(engine)
+        engine.start(self._profile, self._tell)
+        loading.join()
+        if self._tokenizer_error is not None:
+            raise self._tokenizer_error
+        engine.eos_token_ids = frozenset(
+            self._tokenizer.eos_token_ids if self._tokenizer else read_eos_token_ids(engine.files)
+        )
+        self._thread = threading.Thread(target=engine.serve, daemon=True, name="steps")
+        self._thread.start()
+        self._tell("ready", 1.0)
+        return {
+            "has_chat_template": bool(self._tokenizer and self._tokenizer.has_chat_template),
+            "has_tokenizer": self._tokenizer is not None,
+            "vocab_size": engine.blueprint.config.vocab_size,
+            "context_tokens": engine.placement.context_tokens,
+            "logit_rows": spec.options.logit_rows,
+        }
+
+    def _tell(self, stage: str, fraction: float | None) -> None:
+        self.stage = (stage, fraction)
+
+    def _load_tokenizer(self) -> None:
+        try:
+            self._tokenizer = load_tokenizer(
+                self.engine.files, user_cache_directory() / "tokenizers"
+            )
+        except Exception as error:  # raised again by `start`, in the caller's thread
+            self._tokenizer_error = error
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "the service has not been started"
+        return self._engine
+
+    def get_stage(self) -> tuple[str, float | None]:
+        return self.stage
+
+    def close(self) -> None:
+        """Save the timeline, stop the lanes. Safe to call twice."""
+        if self._engine is None:
+            return
+        engine, self._engine = self._engine, None
+        if self._thread is not None and engine.steps_retired:
+            with suppress(OSError):  # a full disk must not keep an engine from closing
+                write_json(user_cache_directory() / "last-timeline.json", self._timeline(engine))
+        engine.close()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    # -- profile
+
+    def _find_profile(self, engine: Engine) -> Profile | None:
+        threads = [len(cores) for cores in self._spec.settings.cores]
+        hardware = hardware_fingerprint(threads, engine.files.root)
+        path = profile_path(hardware, engine.blueprint)
+        return read_profile(path) or self.measure(engine, path)
+
+    def measure(self, engine: Engine, path: Path) -> Profile | None:
+        """Measure, and keep the result; None (and a note) where it cannot be done."""
+        self._tell("measuring this machine with this model, once", None)
+        spec = self._spec
+        settings = spec.settings
+        lane = engine.cpus[0]
+        arguments = (spec.root, spec.options, settings.ram)
+        sources = [
+            source
+            for source, block in zip(
+                engine.blueprint.sources, engine.blueprint.catalog.blocks, strict=True
+            )
+            if block.group != "embed"
+        ]
+        alone = lane.call("measure", *arguments).result()
+        figure = engine.disk.call("measure", sources, settings.depth, settings.direct).result()
+        beside = engine.disk.call("measure", sources, settings.depth, settings.direct)
+        contended = lane.call("measure", *arguments, brief=True).result()
+        figure = replace(figure, contended_bytes_per_s=beside.result().bytes_per_s)
+        profile = Profile(
+            hardware=path.name.split("-")[0],
+            model=engine.blueprint.fingerprint,
+            groups=tuple(alone["groups"]),
+            disk=(figure,),
+            dram_bytes_per_s=alone["dram_bytes_per_s"],
+            dram_contended_bytes_per_s=contended["dram_bytes_per_s"],
+            instruction_s=alone["instruction_s"],
+            step_s=alone["step_s"],
+        )
+        try:
+            write_text(path, profile.to_json())
+        except OSError as error:
+            engine.notes.append(f"the profile could not be kept: {error}")
+        return profile
+
+    # -- requests
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._need_tokenizer("a text").encode(prompt)
+        if prompt and isinstance(prompt[0], dict):
+            return self._need_tokenizer("messages").apply_chat_template(list(prompt))
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer, and the model has none: give token ids")
+        return self._tokenizer
+
+    def submit(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+        """Queue a prompt: a text, messages, or token ids."""
+        ids = self._ids(prompt)
+        if params.stop:
+            self._need_tokenizer("a stop text")
+        text = self._tokenizer.stream(params.stop) if self._tokenizer else None
+        sequence = self.engine.submit(ids, params, text)
+        self._last = sequence
+        return sequence
+
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Chunk]:
+        """An answer piece by piece; closing the iterator cancels it."""
+        sequence = self.submit(prompt, params)
+        try:
+            while not sequence.is_heard:
+                yield self.next_chunk(sequence)
+        finally:
+            if not sequence.is_over:
+                self.engine.cancel(sequence)
+
+    def next_chunk(self, sequence: Sequence) -> Chunk:
+        """The next piece. Raises EngineError if the request failed."""
+        output = sequence.outputs.get()
+        if output.finish_reason is not None:
+            sequence.is_heard = True
+        if output.error is not None:
+            raise EngineError(output.error)
+        return Chunk(output.text, output.token_ids, output.finish_reason)
+
+    def cancel(self, request: str) -> None:
+        """End a request by the name it was submitted under; nothing if it is over."""
+        sequence = self._named.get(request)
+        if sequence is not None and not sequence.is_over:
+            self.engine.cancel(sequence)
+
+    def generate(self, prompts: Tokens[Prompt], params: SamplingParams) -> list[dict[str, Any]]:
+        """Whole answers, in the order of the prompts; they share steps where there is room."""
+        sequences = [self.submit(prompt, params) for prompt in prompts]
+        answers = []
+        for sequence in sequences:
+            pieces, ids = [], []
+            while not sequence.is_heard:
+                chunk = self.next_chunk(sequence)
+                pieces.append(chunk.text)
+                ids.extend(chunk.token_ids)
+            answers.append(
+                {
+                    "text": "".join(pieces),
+                    "token_ids": ids,
+                    "finish_reason": sequence.finish_reason,
+                    "prompt_tokens": len(sequence.prompt),
+                    "cached_tokens": sequence.timing.cached_tokens,
+                }
+            )
+        return answers
+
+    def logits(self, token_ids: Tokens[int]) -> np.ndarray:
+        """Logits after each token: float32 [tokens, vocab]."""
+        sequence = self.engine.submit(list(token_ids), SamplingParams(), wants_logits=True)
+        rows = []
+        while True:
+            output = sequence.outputs.get()
+            if output.error is not None:
+                raise EngineError(output.error)
+            if output.logits is not None:
+                rows.append(output.logits)
+            if output.finish_reason is not None:
+                return np.concatenate(rows)
+
+    # -- what may be asked
+
+    def plan(self) -> dict[str, Any]:
+        """The plan in force; see `planner/explain.py`."""
+        engine = self.engine
+        report = plan_report(engine.blueprint.catalog, engine.placement, CostModel(self._profile))
+        report["notes"] = list(dict.fromkeys([*engine.notes, *report["notes"]]))
+        report["decisions"] = list(engine.decisions)
+        return report
+
+    def stats(self) -> dict[str, Any]:
+        """Speeds, tiers and lanes of the newest request."""
+        engine, sequence = self.engine, self._last
+        if sequence is None:
+            raise ValueError("there is nothing to report before the first request")
+        if not sequence.is_over:
+            raise ValueError("the newest request is still running: its figures come at its end")
+        timing = sequence.timing
+        placement = engine.placement
+        generated = len(sequence.generated)
+        decode_s = timing.ended - timing.first_token
+        prefill_s = timing.first_token - timing.started
+        new_tokens = len(sequence.prompt) - timing.cached_tokens
+        window = max(1e-9, timing.ended - timing.started)
+        lanes = {
+            name: {
+                "busy_s": busy,
+                "busy_pct": round(min(100.0, 100 * busy / window), 1),
+                "nbytes": nbytes,
+            }
+            for name, (busy, nbytes) in engine.lane_use(sequence).items()
+        }
+        predicted = placement.predicted_step_s
+        streamed = placement.read_nbytes_per_step
+        steps = sequence.decode_seconds
+        return {
+            "prompt_tokens": len(sequence.prompt),
+            "cached_tokens": timing.cached_tokens,
+            "completion_tokens": generated,
+            "finish_reason": sequence.finish_reason,
+            "ttft_s": timing.first_token - timing.submitted if generated else None,
+            "prefill_tok_per_s": new_tokens / prefill_s if generated and prefill_s > 0 else None,
+            "decode_tok_per_s": (generated - 1) / decode_s
+            if generated > 1 and decode_s > 0
+            else None,
+            "load_s": engine.load_s,
+            "plan": {
+                "plan_id": placement.placement_id,
+                "replans": engine.replans,
+                "predicted_decode_tok_per_s": 1 / predicted if predicted else None,
+                "tiers": {"ram": placement.weights_nbytes, "disk": streamed},
+                "arena_nbytes": placement.total_nbytes,
+                "ram_budget": placement.ram,
+            },
+            "lanes": lanes,
+            "bottleneck": bottleneck(lanes),
+            "emulated": False,
+            "predicted_step_s": predicted or None,
+            "measured_step_s": statistics.median(steps) if steps else None,
+            "notes": list(dict.fromkeys(engine.notes)),
+            "decisions": list(engine.decisions),
+        }
+
+    def timeline(self) -> dict[str, Any]:
+        """The newest steps of every lane, as trace events."""
+        return self._timeline(self.engine)
+
+    def _timeline(self, engine: Engine) -> dict[str, Any]:
+        workers = [
+            (number, worker, engine.worker_spans(number, worker))
+            for number, spec in enumerate(engine.lanes)
+            for worker in range(spec.threads)
+        ]
+        return make_timeline(
+            engine.blueprint.catalog, workers, engine.disk_spans(), list(engine.decisions)
+        )
+
+
+def bottleneck(lanes: dict[str, dict[str, Any]]) -> str:
+    """The busiest lane: what has to become faster, or do less, for the whole to be faster."""
+    return max(lanes, key=lambda name: lanes[name]["busy_s"])
+
+
+def profile_path(hardware: str, blueprint: Blueprint) -> Path:
+    """Where the profile of a machine with a model is kept."""
+    name = f"{hardware}-{blueprint.fingerprint[:16]}-{blueprint.dtype}.json"
+    return user_cache_directory() / "profiles" / name
+
+
+def read_profile(path: Path) -> Profile | None:
+    """A kept profile; None where there is none, or it is of another version."""
+    try:
+        return Profile.from_json(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value))
+
+
+def write_text(path: Path, text: str) -> None:
+    """All of the file or none of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

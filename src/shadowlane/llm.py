@@ -1,0 +1,325 @@
+"""The public API: a language model on this machine, as an object."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shadowlane.models import resolve_model
+from shadowlane.ops.sampling import SamplingParams
+from shadowlane.sizes import free_ram, parse_size
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shadowlane.actors.blueprint import DataType
+    from shadowlane.actors.service import Chunk, ServiceSpec
+
+Progress = Callable[[str, float | None], None]
+Message = Mapping[str, str]
+POLL_S = 0.05  # how often the stage of a loading engine is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length", "cancelled"]
+    prompt_tokens: int
+    cached_tokens: int = 0  # of the prompt, found in the KV cache
+
+
+class LLM:
+    """A model, loaded and ready. A context manager; `close` stops its actors.
+
+    model: a known name ("smollm2"), a local directory, a .gguf file or a Hugging Face id.
+    ram: budget of the arena (weights, KV cache, scratch, slots), "8GiB" or bytes; None: what is
+    free, less a headroom. cpu_threads: workers of all compute lanes; None: one per physical core.
+    cpu_workers: number of compute lanes they form. ctx_size: tokens of context, kept as asked or
+    refused; None: up to 4096, less where RAM is short. max_batch: requests that may share a step.
+    logit_rows: rows that `logits` gets per step (more cost scratch). progress: told the stage.
+
+    Joins a running Ray cluster, or starts one of its own for as long as it lives.
+    Raises ValueError, shadowlane.ops.errors.ModelError or OSError, each with one line that says
+    what, the rule and the value.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        ram: str | int | None = None,
+        cpu_threads: int | None = None,
+        cpu_workers: int = 1,
+        dtype: DataType | None = None,
+        ctx_size: int | None = None,
+        *,
+        max_batch: int = 1,
+        prefill_chunk: int | None = None,
+        logit_rows: int | None = None,
+        prefetch: bool = True,
+        direct_io: bool = True,
+        dashboard: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        tell = progress or (lambda stage, fraction: None)
+        self._engine: Any = None
+        self._owns_cluster = False
+        path = resolve_model(str(model), tell)
+        spec = make_spec(
+            path,
+            ram=ram,
+            cpu_threads=cpu_threads,
+            cpu_workers=cpu_workers,
+            dtype=dtype,
+            ctx_size=ctx_size,
+            max_batch=max_batch,
+            prefill_chunk=prefill_chunk,
+            logit_rows=logit_rows,
+            prefetch=prefetch,
+            direct_io=direct_io,
+        )
+        check_spec(spec)
+        from shadowlane.actors.cluster import join_cluster
+
+        tell("starting Ray", None)
+        self._owns_cluster = join_cluster(dashboard=dashboard)
+        try:
+            from shadowlane.actors.ray_host import start_engine
+
+            tell("starting the engine", None)
+            self._engine = start_engine()
+            self._about = self._wait(self._engine.call.remote("start", spec), tell)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- life
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop lanes and engine, and the Ray cluster if it is ours. Safe to call twice."""
+        import ray
+
+        engine, self._engine = self._engine, None
+        if engine is not None and ray.is_initialized():
+            try:
+                ray.get(engine.call.remote("close"), timeout=10)
+            except Exception:  # it is going away in any case
+                pass
+            ray.kill(engine)
+        if self._owns_cluster and ray.is_initialized():
+            self._owns_cluster = False
+            ray.shutdown()
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._engine is None:
+            raise ValueError("the model has been closed")
+        return _get(self._engine.call.remote(method, *args, **kwargs))
+
+    def _wait(self, reference: Any, tell: Progress) -> Any:
+        """Result of `reference`; meanwhile, passes on the engine's stage."""
+        import ray
+
+        while not ray.wait([reference], timeout=POLL_S)[0]:
+            try:
+                tell(*ray.get(self._engine.call.remote("get_stage"), timeout=5))
+            except ray.exceptions.RayError:
+                break  # the call itself will say what went wrong
+        return _get(reference)
+
+    # -- text
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._about["has_chat_template"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._about["vocab_size"])
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that one conversation may hold."""
+        return int(self._about["context_tokens"])
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Continue one prompt or several, texts or lists of token ids; answers in their order."""
+        many = _as_prompts(prompts)
+        answers = self._call("generate", many, params or SamplingParams())
+        return [_completion(answer) for answer in answers]
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation; what an earlier call has in the KV cache is not computed again."""
+        made = [[dict(message) for message in messages]]
+        return _completion(self._call("generate", made, params or SamplingParams())[0])
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> Iterator[Chunk]:
+        """The continuation, a token at a time. Closing the iterator cancels the request."""
+        return self._stream(prompt if isinstance(prompt, str) else list(prompt), params)
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[Chunk]:
+        """Like `chat`, a token at a time."""
+        return self._stream([dict(message) for message in messages], params)
+
+    def _stream(self, prompt: Any, params: SamplingParams | None) -> Iterator[Chunk]:
+        import ray
+
+        if self._engine is None:
+            raise ValueError("the model has been closed")
+        request = f"{os.getpid()}-{time.monotonic_ns()}"
+        remote = self._engine.stream_chunks.options(num_returns="streaming")
+        references = remote.remote(request, prompt, params or SamplingParams())
+        is_over = False
+        try:
+            for reference in references:
+                for chunk in _get(reference):
+                    is_over = chunk.finish_reason is not None
+                    yield chunk
+        finally:
+            if not is_over and self._engine is not None and ray.is_initialized():
+                self._engine.call.remote("cancel", request)
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """What the model says after each token: float32 [tokens, vocab]."""
+        return self._call("logits", [int(token) for token in token_ids])  # type: ignore[no-any-return]
+
+    # -- what it does
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan in force: where each group is and why, bytes, predicted speeds."""
+        return self._call("plan")  # type: ignore[no-any-return]
+
+    def stats(self) -> dict[str, Any]:
+        """Speeds, bytes per tier and lane use of the newest request."""
+        return self._call("stats")  # type: ignore[no-any-return]
+
+    def write_timeline(self, path: str | Path) -> None:
+        """The newest steps of every lane, for https://ui.perfetto.dev."""
+        Path(path).write_text(json.dumps(self._call("timeline")))
+
+
+def make_spec(
+    path: Path,
+    *,
+    ram: str | int | None = None,
+    cpu_threads: int | None = None,
+    cpu_workers: int = 1,
+    dtype: DataType | None = None,
+    ctx_size: int | None = None,
+    max_batch: int = 1,
+    prefill_chunk: int | None = None,
+    logit_rows: int | None = None,
+    prefetch: bool = True,
+    direct_io: bool = True,
+) -> ServiceSpec:
+    """What is to be served, with every default decided. Reads nothing of the model."""
+    from shadowlane.actors.blueprint import PREFILL_CHUNK, Options
+    from shadowlane.actors.engine import EngineSettings
+    from shadowlane.actors.machine import assign_cores
+    from shadowlane.actors.service import ServiceSpec
+    from shadowlane.ops.table import MAX_DECODE_ROWS
+
+    cores, notes = assign_cores(cpu_threads, cpu_workers)
+    budget = free_ram().budget_nbytes if ram is None else parse_size(ram, "ram")
+    options = Options(
+        dtype=dtype,
+        context=ctx_size,
+        max_batch=max_batch,
+        logit_rows=MAX_DECODE_ROWS if logit_rows is None else logit_rows,
+        prefill_chunk=PREFILL_CHUNK if prefill_chunk is None else prefill_chunk,
+    )
+    settings = EngineSettings(ram=budget, cores=tuple(cores), direct=direct_io, prefetch=prefetch)
+    return ServiceSpec(path.absolute(), options, settings, notes)
+
+
+def check_spec(spec: ServiceSpec) -> None:
+    """Refuse what cannot run before anything is started. Reads headers only."""
+    from shadowlane.actors.preview import preview
+
+    preview(spec)
+
+
+def plan_model(model: str | Path, **options: Any) -> dict[str, Any]:
+    """The plan that `LLM(model, **options)` would start with, from headers alone.
+
+    Raises InfeasiblePlan (a ValueError) naming the deficit, ModelError, ValueError.
+    """
+    from shadowlane.actors.preview import preview
+
+    return preview(make_spec(resolve_model(str(model), _silent), **options))
+
+
+def profile_model(
+    model: str | Path, refresh: bool = True, progress: Progress | None = None, **options: Any
+) -> dict[str, Any]:
+    """Measure this machine with this model, and keep the figures for later plans."""
+    from shadowlane.actors.preview import cached_profile, forget_profile, profile_report
+
+    path = resolve_model(str(model), progress or _silent)
+    spec = make_spec(path, **options)
+    if refresh:
+        forget_profile(spec)
+    if cached_profile(spec) is None:
+        with LLM(path, progress=progress, **options):
+            pass
+    return profile_report(spec)
+
+
+def _silent(stage: str, fraction: float | None = None) -> None:
+    return
+
+
+def _as_prompts(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts)
+    if many and not isinstance(many[0], str | Sequence):
+        return [[int(token) for token in many]]
+    return [each if isinstance(each, str) else list(each) for each in many]
+
+
+def _completion(answer: dict[str, Any]) -> Completion:
+    return Completion(
+        answer["text"],
+        tuple(answer["token_ids"]),
+        answer["finish_reason"],
+        answer["prompt_tokens"],
+        answer["cached_tokens"],
+    )
+
+
+def _get(reference: Any) -> Any:
+    """`ray.get`, with what the method raised instead of Ray's wrapping of it."""
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+
+    from shadowlane.actors.cluster import ClusterError
+
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        cause = error.cause
+    except RayActorError as error:
+        raise ClusterError("the engine's process died") from error
+    raise cause
