@@ -60,7 +60,9 @@ def join_cluster(*, dashboard: bool = False) -> bool:
             return False
         except Exception as error:  # Ray raises many kinds; a stale note is the usual reason
             if os.environ.get("RAY_ADDRESS"):
-                raise ClusterError(f"RAY_ADDRESS {address} does not answer: {first_line(error)}")
+                raise ClusterError(
+                    f"RAY_ADDRESS {address} does not answer: {first_line(error)}"
+                ) from error
     options = {}
     if _free_nbytes(DEFAULT_SHM) < 2 * OBJECT_STORE_NBYTES:
         options["_plasma_directory"] = tempfile.gettempdir()

@@ -130,9 +130,9 @@ class CpuLane:
             is_decode = header[t.PHASE] == t.DECODE
             if worker == 0:
                 with self._span(f"step {step} {'decode' if is_decode else 'prefill'}"):
-                    status = self._step(program, prefill, record, is_decode, int(spin[0]))
+                    status = self._step(program, prefill, record, step, is_decode, int(spin[0]))
             else:
-                status = self._step(program, prefill, record, is_decode, int(spin[0]))
+                status = self._step(program, prefill, record, step, is_decode, int(spin[0]))
             if status != WAIT_OK:
                 return
 
@@ -141,11 +141,12 @@ class CpuLane:
         program: LoweredProgram,
         prefill: PrefillWorker,
         record: int,
+        step: int,
         is_decode: bool,
         spin_ns: int,
     ) -> int:
         if not is_decode:
-            return prefill.run(program, record, spin_ns)
+            return prefill.run(program, record, step, spin_ns)
         base = self._arena.base
         return int(
             walk(
@@ -155,6 +156,7 @@ class CpuLane:
                 program.items,
                 program.blocks,
                 base + record,
+                step,
                 prefill.worker,
                 prefill.scratch,
             )

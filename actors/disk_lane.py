@@ -139,7 +139,8 @@ class DiskLane:
     def load(self, homes: Mapping[int, int]) -> None:
         """Read blocks to their homes (arena offset of the enclosing range), `depth` at a time.
 
-        They count as resident once a placement that keeps them is adopted. Raises OSError, or ValueError if a file ends early.
+        They count as resident once a placement that keeps them is adopted. Raises OSError, or
+        ValueError if a file ends early.
         """
         todo = sorted(homes.items(), key=lambda each: self._key(each[0]))
         lock = threading.Lock()

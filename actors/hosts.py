@@ -67,11 +67,11 @@ class CpuLaneHost:
 
         self._lane = CpuLane(self._number, self._cores, blueprint, layout, handle, self._span)
 
-    def measure(self, *args: Any) -> Any:
+    def measure(self, *args: Any, **kwargs: Any) -> Any:
         """Times of this model's operators on this lane's cores; see `actors/measure.py`."""
         from shadowlane.actors.measure import measure_groups
 
-        return measure_groups(self._cores, *args)
+        return measure_groups(self._cores, *args, **kwargs)
 
     def __getattr__(self, method: str) -> Any:
         return getattr(self._lane, method)

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -114,10 +115,8 @@ class LLM:
 
         engine, self._engine = self._engine, None
         if engine is not None and ray.is_initialized():
-            try:
+            with suppress(Exception):  # it is going away in any case
                 ray.get(engine.call.remote("close"), timeout=10)
-            except Exception:  # it is going away in any case
-                pass
             ray.kill(engine)
         if self._owns_cluster and ray.is_initialized():
             self._owns_cluster = False
