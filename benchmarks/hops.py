@@ -119,7 +119,7 @@ def time_empty_steps(num_instructions: int, num_steps: int, num_workers: int) ->
         for step in range(num_steps):
             record = base + end + step * record_nbytes
             scratch = base + geometry[t.SCRATCH]
-            walk(base, geometry, instructions, items, blocks, record, worker, scratch)
+            walk(base, geometry, instructions, items, blocks, record, step + 1, worker, scratch)
             finished[worker, step] = time.perf_counter()
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(num_workers)]

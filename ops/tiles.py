@@ -199,19 +199,27 @@ class PrefillWorker:
         return self._bytes[offset : offset + nbytes].view(kind).view(shape)
 
     @torch.inference_mode()
-    def run(self, program: LoweredProgram, record_offset: int, spin_ns: int) -> int:
-        """Do this worker's part of the step; returns 0, or a wait status other than WAIT_OK."""
+    def run(self, program: LoweredProgram, record_offset: int, step: int, spin_ns: int) -> int:
+        """Do this worker's part of the step; returns 0, or a wait status other than WAIT_OK.
+
+        Like `walker.walk`, it leaves a record alone that is no longer that of `step`.
+        """
         base, geometry, blocks = self.base, self.geometry, program.blocks
         record = base + record_offset
         header = self._memory[record_offset : record_offset + 8 * t.RECORD_HEADER_FIELDS]
         fields = header.view(np.int64)
-        step, num_decode = int(fields[t.STEP]), int(fields[t.NUM_DECODE])
-        num_prefill, num_logits = int(fields[t.NUM_PREFILL]), int(fields[t.NUM_LOGITS])
+        num_decode, num_prefill = int(fields[t.NUM_DECODE]), int(fields[t.NUM_PREFILL])
+        num_logits = int(fields[t.NUM_LOGITS])
+        if int(fields[t.STEP]) != step:
+            return WAIT_OK
         num_rows = num_decode + num_prefill
         statistics = self._statistics()
         for row in program.instructions:
             kind = row[t.KIND]
-            num_items = int(row[t.TILE_COUNT])
+            # NOTE: a share may hold no block's first row, and so no tile. Its instruction is
+            # retired like the others, by who takes the one item in which there is nothing to do.
+            num_tiles = int(row[t.TILE_COUNT])
+            num_items = max(1, num_tiles)
             if kind == t.EMBED:
                 num_items = -(-num_rows // EMBED_ROWS)
             elif kind == t.ATTENTION:
@@ -235,7 +243,7 @@ class PrefillWorker:
                 elif kind == t.ATTENTION:
                     head = int(row[t.ITEM_START]) + taken
                     self._attention(row, record, head, num_decode, num_prefill, fields)
-                else:
+                elif num_tiles:
                     item = program.items[row[t.TILE_START] + taken]
                     if inputs and not decode_input:
                         decode_input = prepare_input(

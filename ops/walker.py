@@ -22,6 +22,7 @@ from shadowlane.ops.atomics import (
     claim,
     complete,
     load32,
+    load64,
     now_ns,
     publish,
     reached,
@@ -516,24 +517,30 @@ def walk(
     items: Any,
     blocks: Any,
     record: int,
+    step: int,
     worker: int,
     scratch: int,
 ) -> int:
     """Run a decode step on one worker. Returns 0, or the wait status that ended it early.
 
     base: address of the arena; geometry, instructions, items, blocks: see `table.py`; record,
-    scratch: addresses.
+    scratch: addresses. Where the record is no longer that of `step`, its peers are many steps on:
+    there is nothing to do.
     """
-    step = record_i64(record, t.STEP)
-    num_rows = record_i64(record, t.NUM_DECODE)
-    num_logits = record_i64(record, t.NUM_LOGITS)
+    num_rows = load64(record + 8 * t.NUM_DECODE)
+    num_logits = load64(record + 8 * t.NUM_LOGITS)
+    same_sequence = load64(record + 8 * t.SAME_SEQUENCE) != 0
+    # NOTE: the step is looked at last and written first. What was read before is of one step, and
+    # stays so while this worker has an item in its hands; without one it reads nothing that counts.
+    if load64(record + 8 * t.STEP) != step:
+        return WAIT_OK
     spin_ns = read_i64(base + geometry[t.SPIN_NS])
     statistics = worker_at(base, geometry, worker)
     for number in range(instructions.shape[0]):
         row = instructions[number]
         kind = row[t.KIND]
         num_items = row[t.ITEM_COUNT]
-        if kind == t.ATTENTION and record_i64(record, t.SAME_SEQUENCE) == 0:
+        if kind == t.ATTENTION and not same_sequence:
             num_items *= num_rows
         elif kind == t.EMBED:
             num_items = 1

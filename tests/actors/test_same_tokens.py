@@ -25,8 +25,8 @@ from inprocess import (
     cut,
     plan,
     running,
-    smallest_ram,
     small_blocks,
+    smallest_ram,
     weights_nbytes,
     with_resident,
     with_shares,
@@ -35,7 +35,9 @@ from tiny import tiny_tokens
 
 from shadowlane.actors.blueprint import Options
 from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.cost import CostModel
 from shadowlane.planner.placement import Placement, Request
+from shadowlane.planner.search import place
 
 OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
@@ -224,9 +226,6 @@ def test_a_prompt_that_departs_from_the_cache_is_cut_back(model: Path) -> None:
 
 
 def first_plan(ram: int, cores: Any) -> Callable[[Catalog, Request], Placement]:
-    from shadowlane.planner.cost import CostModel
-    from shadowlane.planner.search import place
-
     def first(catalog: Catalog, request: Request) -> Placement:
         placement = place(catalog, request, CostModel(None))
         weights = {lane.name: 1.0 for lane in request.lanes}
@@ -288,6 +287,23 @@ def test_blocks_leave_and_enter_ram(model: Path, expected: list[int], cores: Any
         assert set(e.engine.homes.offsets) == set(resident)
 
 
+def test_shares_smaller_than_blocks(tiny_model: Callable[..., Path]) -> None:
+    """A lane whose share holds no block's first row has no tile in prefill, and keeps up."""
+    model = tiny_model("llama2", intermediate_size=400)
+    prompts = [PROMPT, PROMPT[:20]]
+    with small_blocks(2 << 20, 256):
+        with running(model, cores=ONE_THREAD, options=OPTIONS) as engine:
+            alone = [engine.generate(prompt) for prompt in prompts]
+        for part in (0.03, 0.2, 0.5, 0.9):
+
+            def first(catalog: Catalog, request: Request, part: float = part) -> Placement:
+                placement = place(catalog, request, CostModel(None))
+                return with_shares(catalog, placement, 0, {"cpu:0": part, "cpu:1": 1 - part})
+
+            with running(model, cores=TWO_LANES, options=OPTIONS, first=first) as engine:
+                assert [engine.generate(prompt) for prompt in prompts] == alone
+
+
 # -- a real model
 
 
@@ -321,4 +337,3 @@ def test_logits_have_the_same_bits(model: Path) -> None:
                 rows.append(engine.logits(PROMPT))
     for each in rows[1:]:
         assert np.array_equal(each, rows[0])
-
