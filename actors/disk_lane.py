@@ -332,6 +332,7 @@ class DiskLane:
         record = layout.records + (step % RECORD_RING) * layout.record_nbytes
         header = self._arena.view(record, np.int64, t.RECORD_HEADER_FIELDS)
         count = int(header[t.NUM_DECODE] + header[t.NUM_PREFILL])
+        self._check_unchanged(blueprint.embedding.path)
         tokens = self._arena.view(record + layout.record_offsets["tokens"], np.int32, count)
         stride = gather_stride(blueprint.embedding)
         first_row: dict[int, int] = {}  # token -> row that already holds it
@@ -360,12 +361,16 @@ class DiskLane:
         source = self._blueprint.sources[block]
         return source.path, source.offset
 
+    def _check_unchanged(self, path: str) -> None:
+        """Raise ModelError if a file is no longer the one that was opened."""
+        for stamp in self._stamps:
+            if stamp.path == path:
+                stamp.check_unchanged()
+
     def _read(self, block: int, home: int, step: int) -> int:
         """Read a block's enclosing range to an arena offset. Returns the bytes of its weights."""
         source = self._blueprint.sources[block]
-        for stamp in self._stamps:
-            if stamp.path == source.path:
-                stamp.check_unchanged()
+        self._check_unchanged(source.path)
         started = now_ns()
         with self._lock:
             if self._in_flight == 0:

@@ -576,15 +576,25 @@ class Engine:
 
     def _look_after_lanes(self) -> None:
         """Raise LaneDied if a lane's loop has ended."""
+        if not any(run.is_done() for run in self._runs.values()):
+            return
+        # A lane that fails sets the abort word, and so ends the others: the reason is its own.
+        patience_s = 2.0 if self.arena.view(self.layout.abort, np.int32, 1)[0] else 0.0
+        ended = []
         for name, run in self._runs.items():
-            if run.is_done():
-                try:
-                    reason = run.result() or "its loop ended"
-                except LaneDied as error:
-                    reason = str(error)
-                except Exception as error:  # whatever the lane raised is the reason we pass on
-                    reason = f"{type(error).__name__}: {error}"
-                raise LaneDied(reason if name in reason else f"{name}: {reason}")
+            try:
+                reason = run.result(patience_s)
+            except TimeoutError:
+                continue
+            except LaneDied as error:
+                reason = str(error)
+            except Exception as error:  # whatever the lane raised is the reason we pass on
+                reason = f"{type(error).__name__}: {error}"
+            if reason is None:
+                ended.append(f"{name}: its loop ended")
+            else:
+                ended.insert(0, reason if name in reason else f"{name}: {reason}")
+        raise LaneDied(ended[0])
 
     def _recover(self, reason: str) -> None:
         """Fail the running requests, park every lane, start the dead ones again, and go on."""

@@ -73,6 +73,10 @@ class CpuLaneHost:
 
         return measure_groups(self._cores, *args, **kwargs)
 
+    def stop(self) -> None:
+        if self._lane is not None:
+            self._lane.stop()
+
     def __getattr__(self, method: str) -> Any:
         return getattr(self._lane, method)
 
@@ -100,6 +104,10 @@ class DiskLaneHost:
         from shadowlane.actors.measure import measure_disk
 
         return measure_disk(*args)
+
+    def stop(self) -> None:
+        if self._lane is not None:
+            self._lane.stop()
 
     def __getattr__(self, method: str) -> Any:
         return getattr(self._lane, method)
