@@ -87,9 +87,9 @@ class CpuLane:
         try:
             self._work(worker)
         except Exception as error:  # the lane's only report: engine and peers must be told
-            self.error = f"cpu:{self.number} worker {worker}: {type(error).__name__}: {error}"
+            if self.error is None:
+                self.error = f"cpu:{self.number}: {type(error).__name__}: {error}"
             self._arena.view(self._layout.abort, np.int32, 1)[0] = 1
-            raise
 
     def _work(self, worker: int) -> None:
         import torch

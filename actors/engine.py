@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +29,20 @@ from shadowlane.actors.arena import (
 )
 from shadowlane.actors.blueprint import Blueprint, Options, read_blueprint
 from shadowlane.actors.homes import Homes
-from shadowlane.actors.hosts import Host, LaneDied, Pending
+from shadowlane.actors.hosts import Host, LaneDied, LaneFailed, Pending
 from shadowlane.actors.lowering import lane_number
 from shadowlane.actors.records import RecordWriter, Row, StepPlan
+from shadowlane.actors.recovery import (
+    find_failure,
+    kill_quietly,
+    set_abort,
+    settle_counters,
+    wait_until_parked,
+)
 from shadowlane.actors.sequence import Sequence, TextSink
 from shadowlane.ops import table as t
-from shadowlane.ops.atomics import WAIT_OK, publish, wait_counter, wake_all
+from shadowlane.ops.atomics import WAIT_OK, publish, wait_counter
+from shadowlane.ops.errors import ModelError
 from shadowlane.ops.expand import expand_rows
 from shadowlane.ops.rope import inv_freq
 from shadowlane.ops.sampling import SamplingParams
@@ -47,6 +55,10 @@ Progress = Callable[[str, float | None], None]
 CHECK_NS = 100_000_000  # how often a wait for a step looks after the lanes
 EVENT_PERIOD_S = 0.05  # measurements go to the planner in batches this far apart
 DELAY_PERIOD_S = 0.2
+DEFAULT_SPIN_US = 50
+IDLE_S = 0.2  # how often an idle engine looks after its lanes
+RESTARTS = 3  # how often lanes are started again before the engine gives up
+CLOSED = "the engine was closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +117,16 @@ class Engine:
         self._events: list[ev.Event] = []
         self._acknowledging: list[tuple[str, Placement, Pending]] = []
         self._thinking: Pending | None = None
+        self._commands: deque[ev.Command] = deque()  # of the planner, still to be obeyed
+        self._has_planner = True
+        self._planner_restarts = 0
+        self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
         self._sent_at = 0.0
         self._step = 0
         self._lane_bases = [0] * len(self.lanes)
         self._disk_base = 0
         self._published: dict[int, Placement] = {}
+        self._newest_id = 0  # the highest id that any placement had
         self._lengths: dict[int, list[int]] = {}
         self._runs: dict[str, Pending] = {}
         self.steps_retired = 0
@@ -132,6 +149,7 @@ class Engine:
         tell = progress or (lambda stage, fraction: None)
         began = time.monotonic()
         tell("planning", None)
+        self._profile = profile
         self.launch()
         self.planner.call("open", self.blueprint.catalog, self.request, profile).result()
         first = self._first_placement()
@@ -148,14 +166,9 @@ class Engine:
             self.blueprint.config.vocab_size,
         )
         self._write_constants()
-        self.set_spin_us(None, 50)
+        self.set_spin_us(None, DEFAULT_SPIN_US)
         tell("starting the lanes", None)
-        opened = [
-            lane.call("open", self.blueprint, self.layout, self.arena.handle) for lane in self.cpus
-        ]
-        self.disk.call(
-            "open", self.blueprint, self.layout, self.arena.handle, self.files.stamps
-        ).result()
+        opened = self._open_lanes()
         self.homes = Homes(self.layout.weights, self.layout.weights_nbytes, self.blueprint.sources)
         self._load(first, tell)
         for each in opened:
@@ -168,7 +181,7 @@ class Engine:
         acknowledged.append(ev.PlacementAcknowledged(DISK_LANE, first.placement_id))
         self.planner.call("handle", acknowledged).result()
         self._events.append(ev.PlacementAnnounced(first.placement_id, self._step + 1))
-        self._runs = {lane.name: lane.call("run") for lane in [*self.cpus, self.disk]}
+        self._run_lanes()
         if self._disk_statistics()[disk.BUFFERED]:
             self.notes.append(
                 "the file system of the model refuses direct reads: reading through the page cache"
@@ -188,6 +201,19 @@ class Engine:
             self.settings.depth, self.settings.direct, self.settings.prefetch
         )
         self.planner = self._host.start_planner()
+
+    def _open_lanes(self) -> list[Pending]:
+        """Every lane maps the arena; the compute lanes may still be at it."""
+        opened = [
+            lane.call("open", self.blueprint, self.layout, self.arena.handle) for lane in self.cpus
+        ]
+        self.disk.call(
+            "open", self.blueprint, self.layout, self.arena.handle, self.files.stamps
+        ).result()
+        return opened
+
+    def _run_lanes(self) -> None:
+        self._runs = {lane.name: lane.call("run") for lane in [*self.cpus, self.disk]}
 
     def _first_placement(self) -> Placement:
         for command in self.planner.call("handle", [ev.EngineStarted()]).result():
@@ -227,14 +253,11 @@ class Engine:
         """Give a placement to every lane; returns who is to acknowledge."""
         programs = build_programs(self.blueprint.catalog, placement)
         self._published[placement.placement_id] = placement
+        self._newest_id = max(self._newest_id, placement.placement_id)
         self._lengths[placement.placement_id] = [
             len(programs[lane.name].instructions) for lane in self.lanes
         ]
-        homes = {
-            index: self.homes.offsets[index]
-            for index, kept in enumerate(placement.resident)
-            if kept
-        }
+        homes = self._homes_of(placement)
         return [
             (lane.name, placement, lane.call("adopt", placement, programs[lane.name], homes))
             for lane in self.cpus
@@ -242,9 +265,17 @@ class Engine:
 
     def _switch(self, placement: Placement) -> None:
         """Make `placement` the one that the next step runs under. Between steps only."""
-        programs = build_programs(self.blueprint.catalog, placement)
         before = self.placement
         keeps_ring = before.sweep == placement.sweep and before is not placement
+        self._start_sweep(placement, keeps_ring)
+        self.placement = placement
+        self._step_nbytes = self._nbytes_per_step(placement)
+        stale = [block for block in self.homes.offsets if not placement.resident[block]]
+        self._drop_homes(stale)
+
+    def _start_sweep(self, placement: Placement, keeps_ring: bool) -> None:
+        """Tell the disk lane what to read from now on. `keeps_ring`: what was read ahead counts."""
+        programs = build_programs(self.blueprint.catalog, placement)
         base = self._disk_base if keeps_ring else self.disk.call("park").result()
         self._disk_base = base
         sweep = disk.Sweep.of(
@@ -254,16 +285,18 @@ class Engine:
             self._lane_bases,
             self._lengths[placement.placement_id],
         )
-        homes = {
+        homes = self._homes_of(placement)
+        self.disk.call("adopt", sweep, homes, placement.placement_id).result()
+
+    def _homes_of(self, placement: Placement) -> dict[int, int]:
+        return {
             index: self.homes.offsets[index]
             for index, kept in enumerate(placement.resident)
             if kept
         }
-        self.disk.call("adopt", sweep, homes, placement.placement_id).result()
-        self.placement = placement
-        self._step_nbytes = self._nbytes_per_step(placement)
-        stale = [block for block in self.homes.offsets if not placement.resident[block]]
-        for offset, nbytes in self.homes.drop(stale):
+
+    def _drop_homes(self, blocks: Iterable[int]) -> None:
+        for offset, nbytes in self.homes.drop(blocks):
             self.arena.release(offset, nbytes)
 
     def _nbytes_per_step(self, placement: Placement) -> list[int]:
@@ -297,10 +330,9 @@ class Engine:
     ) -> Sequence:
         """Queue a request. Its outputs come through `Sequence.outputs`.
 
-        Raises ValueError for an empty prompt, an unknown id, or a prompt that leaves no room.
+        Raises ValueError for an empty prompt, an unknown id, or a prompt that leaves no room;
+        EngineError if the engine has given up, or was closed.
         """
-        if self.error is not None:
-            raise EngineError(self.error)
         context, vocab = self.placement.context_tokens, self.blueprint.config.vocab_size
         room = context if wants_logits else context - 1
         if not prompt:
@@ -315,6 +347,8 @@ class Engine:
                 raise ValueError(f"token ids must be between 0 and {vocab - 1}; got {token}")
         sequence = Sequence(next(self._ids), prompt, params, self.eos_token_ids, text, wants_logits)
         with self._changed:
+            if self._stopping or self.error is not None:
+                raise EngineError(self.error or CLOSED)
             self._waiting.append(sequence)
             self._changed.notify_all()
         return sequence
@@ -329,22 +363,29 @@ class Engine:
 
     def serve(self) -> None:
         """Run steps until `close`. Errors of lanes fail the running requests and are mended."""
-        while True:
-            with self._changed:
-                while not (self._waiting or self._running or self._stopping):
-                    self._changed.wait(0.2)
-                    if not self._stopping:
-                        self._look_after_lanes()
-                if self._stopping:
-                    return
-            try:
-                self._admit()
-                if self._running:
-                    self._run_step(self._form_step())
-                    self._reap()
-                self._talk_to_planner()
-            except LaneDied as error:
-                self._recover(str(error))
+        try:
+            while self._wait_for_work():
+                try:
+                    self._look_after_lanes()
+                    self._admit()
+                    if self._running:
+                        self._run_step(self._form_step())
+                        self._reap()
+                    self._talk_to_planner()
+                except LaneDied as error:
+                    self._recover(error)
+        except Exception as error:  # our own fault: whoever waits for an answer must be told
+            self._give_up(f"the engine failed: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._fail_all(self.error or CLOSED)
+
+    def _wait_for_work(self) -> bool:
+        """Wait for a request, or until it is time to look after the lanes; False: the end."""
+        with self._changed:
+            if not (self._waiting or self._running or self._stopping):
+                self._changed.wait(IDLE_S)
+            return not self._stopping and self.error is None
 
     def _admit(self) -> None:
         with self._changed:
@@ -510,14 +551,57 @@ class Engine:
                     still.append((name, placement, pending))
             self._acknowledging = still
         if self._thinking is not None and self._thinking.is_done():
-            commands, self._thinking = self._thinking.result(), None
-            for command in commands:
-                self._obey(command)
-        if self._thinking is None and self._events and now - self._sent_at >= EVENT_PERIOD_S:
+            thinking, self._thinking = self._thinking, None
+            self._hear_planner(thinking)
+        while self._commands:
+            self._obey(self._commands[0])  # one that a dying lane cut short is obeyed again
+            self._commands.popleft()
+        if not self._has_planner:
+            self._events = []
+        elif self._thinking is None and self._events and now - self._sent_at >= EVENT_PERIOD_S:
             self._note_delays(now)
             self._thinking = self.planner.call("handle", self._events)
             self._events = []
             self._sent_at = now
+
+    def _hear_planner(self, thinking: Pending) -> None:
+        """Take the planner's commands. Steps go on whatever became of it: only the shadow is lost.
+
+        One whose process died is started again, and told what is running; one that failed by its
+        own fault would fail again.
+        """
+        try:
+            self._commands.extend(thinking.result())
+            return
+        except LaneDied as error:
+            reason = str(error)
+            self._planner_restarts += 1
+            self._has_planner = self._planner_restarts <= RESTARTS
+        except Exception as error:  # a fault of the planner must not become one of the engine
+            reason = f"planner: {type(error).__name__}: {error}"
+            self._has_planner = False
+        # what the lost planner had set going comes to no end: nobody will announce it
+        current = self.placement.placement_id
+        for placement_id in [each for each in self._published if each != current]:
+            self._obey(ev.RetirePlacement(placement_id))
+        self._acknowledging, self._events = [], []
+        self._commands.clear()
+        resident = self.placement.resident
+        self._drop_homes([block for block in self.homes.offsets if not resident[block]])
+        if not self._has_planner:
+            self.notes.append(f"{reason}; going on without a shadow")
+            return
+        self.decisions.append(f"{reason}; started again under the plan in force")
+        self.set_spin_us(None, DEFAULT_SPIN_US)
+        self.planner = self._host.start_planner()
+        self._thinking = self.planner.call(
+            "resume",
+            self.blueprint.catalog,
+            self.request,
+            self._profile,
+            self.placement,
+            self._newest_id,
+        )
 
     def _obey(self, command: ev.Command) -> None:
         if isinstance(command, ev.SetSpin):
@@ -533,11 +617,8 @@ class Engine:
                 if kept and block not in self.homes.offsets
             ]
             if new:
-                homes = self.homes.take(new)
-                if homes:
-                    self.disk.call("load", homes).result()
-                else:
-                    why = "no room to move blocks before old copies are dropped"
+                why = self._load_more(new)
+                if why is not None:
                     self._events.append(ev.PlacementRefused(placement.placement_id, why))
                     return
             self._acknowledging += self._publish(placement)
@@ -552,6 +633,21 @@ class Engine:
             self._lengths.pop(command.placement_id, None)
             for lane in self.cpus:
                 lane.call("retire", command.placement_id)
+
+    def _load_more(self, blocks: list[int]) -> str | None:
+        """Bring blocks into RAM beside those that are there. Returns why not, if it cannot be."""
+        homes = self.homes.take(blocks)
+        if not homes:
+            return "no room to move blocks before old copies are dropped"
+        try:
+            self.disk.call("load", homes).result()
+        except LaneDied:
+            self._drop_homes(homes)  # they are read again when the lane is back
+            raise
+        except (ModelError, ValueError, OSError) as error:
+            self._drop_homes(homes)
+            return str(error)
+        return None
 
     def _note_delays(self, now: float) -> None:
         """Events for lanes whose threads had to wait for their core since the last look."""
@@ -575,40 +671,102 @@ class Engine:
     # -- lanes that fail
 
     def _look_after_lanes(self) -> None:
-        """Raise LaneDied if a lane's loop has ended."""
-        if not any(run.is_done() for run in self._runs.values()):
-            return
-        # A lane that fails sets the abort word, and so ends the others: the reason is its own.
-        patience_s = 2.0 if self.arena.view(self.layout.abort, np.int32, 1)[0] else 0.0
-        ended = []
-        for name, run in self._runs.items():
-            try:
-                reason = run.result(patience_s)
-            except TimeoutError:
-                continue
-            except LaneDied as error:
-                reason = str(error)
-            except Exception as error:  # whatever the lane raised is the reason we pass on
-                reason = f"{type(error).__name__}: {error}"
-            if reason is None:
-                ended.append(f"{name}: its loop ended")
-            else:
-                ended.insert(0, reason if name in reason else f"{name}: {reason}")
-        raise LaneDied(ended[0])
+        """Raise LaneDied if a lane's loop has ended, or is to end."""
+        if self._stopping:
+            raise LaneDied(CLOSED)
+        is_aborted = bool(self.arena.view(self.layout.abort, np.int32, 1)[0])
+        failure = find_failure(self._runs, is_aborted)
+        if failure is not None:
+            raise failure
 
-    def _recover(self, reason: str) -> None:
-        """Fail the running requests, park every lane, start the dead ones again, and go on."""
-        self.arena.view(self.layout.abort, np.int32, 1)[0] = 1
-        for number in range(t.MAX_LANES + 4):
-            wake_all(self._address(number))
+    def _recover(self, failure: LaneDied) -> None:
+        """Fail the running requests, park every lane, start the dead ones again, and go on.
+
+        Where the cause lasts (a model file was changed, the same error comes again before a step
+        got through) there is nothing to go on with: the engine refuses whatever comes, and says so.
+        """
+        set_abort(self.arena, self.layout, True)
+        reason = CLOSED if self._stopping else str(failure)
         for sequence in self._running:
             sequence.fail(reason)
             assert sequence.slot is not None
-            self._slots[sequence.slot] = []
+            self._slots[sequence.slot] = []  # what it had cached may be half a step's
         self._running.clear()
-        self._events, self._thinking = [], None
+        this = (reason, self.steps_retired)
+        if isinstance(failure, LaneFailed) and (
+            this == self._last_failure or not self._is_model_unchanged()
+        ):
+            self._give_up(reason)
+            return
+        self._last_failure = this
+        for _ in range(RESTARTS):
+            if self._stopping:
+                return
+            try:
+                self._start_lanes_again()
+                self.decisions.append(f"{reason}; started again under the plan in force")
+                return
+            except LaneDied as error:
+                reason = str(error)
+                set_abort(self.arena, self.layout, True)
+            except (ModelError, ValueError, OSError) as error:
+                reason = str(error)
+                break
+        self._give_up(reason)
+
+    def _is_model_unchanged(self) -> bool:
+        try:
+            self.files.check_unchanged()
+        except ModelError:
+            return False
+        return True
+
+    def _start_lanes_again(self) -> None:
+        """Every lane maps the arena anew and gets the placements that are published.
+
+        Blocks in RAM stay; what the ring held is read again. Raises LaneDied, or what a lane raised
+        while it opened the model.
+        """
+        lost = wait_until_parked(self._runs)
+        self._runs = {}
+        for number, cores in enumerate(self.settings.cores):
+            if self.cpus[number].name in lost:
+                kill_quietly([self.cpus[number]])
+                self.cpus[number] = self._host.start_cpu(number, cores)
+        if self.disk.name in lost:
+            kill_quietly([self.disk])
+            self.disk = self._host.start_disk(
+                self.settings.depth, self.settings.direct, self.settings.prefetch
+            )
+        set_abort(self.arena, self.layout, False)
+        settle_counters(self.arena, self.layout, self._step, self._lane_bases)
+        for each in self._open_lanes():
+            each.result()
         self._acknowledging = []
-        self.error = reason
+        for placement in list(self._published.values()):
+            self._acknowledging += self._publish(placement)
+            self._acknowledging.append((DISK_LANE, placement, _Already(placement.placement_id)))
+        for _, _, pending in self._acknowledging:
+            pending.result()
+        self._start_sweep(self.placement, keeps_ring=False)
+        self._run_lanes()
+
+    def _give_up(self, reason: str) -> None:
+        """Fail all requests, those that wait as well, and refuse every new one with `reason`."""
+        with self._changed:
+            self.error = reason
+        if hasattr(self, "arena"):
+            set_abort(self.arena, self.layout, True)
+        self._fail_all(reason)
+
+    def _fail_all(self, reason: str) -> None:
+        with self._changed:
+            sequences = [*self._waiting, *self._running]
+            self._waiting.clear()
+            self._running.clear()
+        for sequence in sequences:
+            if not sequence.is_over:
+                sequence.fail(reason)
 
     # -- what may be asked
 
@@ -680,15 +838,13 @@ class Engine:
             self._stopping = True
             self._changed.notify_all()
         if hasattr(self, "arena"):
-            self.arena.view(self.layout.abort, np.int32, 1)[0] = 1
-            for number in range(t.MAX_LANES + 4):
-                wake_all(self._address(number))
-        for remote in [*getattr(self, "cpus", ()), *([self.disk] if hasattr(self, "disk") else [])]:
+            set_abort(self.arena, self.layout, True)
+        lanes = [*getattr(self, "cpus", ()), *([self.disk] if hasattr(self, "disk") else [])]
+        for remote in lanes:
             remote.call("stop")
-        for sequence in [*self._waiting, *self._running]:
-            sequence.fail("the engine was closed")
-        self._waiting.clear()
-        self._running.clear()
+        self._fail_all(CLOSED)
+        wait_until_parked(self._runs)
+        kill_quietly([*lanes, *([self.planner] if hasattr(self, "planner") else [])])
 
 
 class _Already:

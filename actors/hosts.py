@@ -14,14 +14,18 @@ from typing import Any, Protocol
 from shadowlane.actors.arena import ArenaHandle, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.events import Command, Event
-from shadowlane.planner.placement import Request
+from shadowlane.planner.events import Command, EngineResumed, Event
+from shadowlane.planner.placement import Placement, Request
 from shadowlane.planner.profile import Profile
 from shadowlane.planner.shadow import PlannerState
 
 
 class LaneDied(Exception):
-    """A lane's process is gone, or its method failed; the text says which and why."""
+    """A lane's process is gone, or its loop has ended; the text says which and why."""
+
+
+class LaneFailed(LaneDied):
+    """The process lives, but its loop ended with an error of its own."""
 
 
 class Pending(Protocol):
@@ -122,6 +126,18 @@ class PlannerHost:
     def open(self, catalog: Catalog, request: Request, profile: Profile | None) -> None:
         self._state = PlannerState(catalog, request, profile)
 
+    def resume(
+        self,
+        catalog: Catalog,
+        request: Request,
+        profile: Profile | None,
+        running: Placement,
+        newest_id: int,
+    ) -> list[Command]:
+        """Take over from a planner that is gone: `running` is what the engine runs under."""
+        self.open(catalog, request, profile)
+        return self.handle([EngineResumed(running, newest_id)])
+
     def handle(self, events: Sequence[Event]) -> list[Command]:
         assert self._state is not None, "the planner must be opened first"
         return [command for event in events for command in self._state.handle(event)]
@@ -157,7 +173,9 @@ class _LocalRemote:
         return _LocalPending(self._pool.submit(getattr(self._target, method), *args, **kwargs))
 
     def kill(self) -> None:
-        self._target.stop()
+        stop = getattr(self._target, "stop", None)  # the planner has no loop to be stopped
+        if stop is not None:
+            stop()
 
 
 class ThreadHost:

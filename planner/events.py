@@ -15,6 +15,14 @@ class EngineStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineResumed:
+    """The planner before this one is gone; the engine runs on under what it planned."""
+
+    placement: Placement  # steps retire under it
+    newest_id: int  # no id up to this one may be given to another placement
+
+
+@dataclass(frozen=True, slots=True)
 class StepRetired:
     step: int
     placement_id: int
@@ -78,6 +86,7 @@ class ProfileMeasured:
 
 Event = (
     EngineStarted
+    | EngineResumed
     | StepRetired
     | RunQueueDelayed
     | LaneDied

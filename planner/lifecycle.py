@@ -86,6 +86,15 @@ class Placements:
         self.pending = placement_id
         return [*commands, ev.PublishPlacement(placement, reason)]
 
+    def take_over(self, option: Option, newest_id: int) -> None:
+        """The running placement of a planner that is gone; its ids are not given again."""
+        placement = option.placement
+        self.num_published = max(newest_id, placement.placement_id)
+        self.active = placement.placement_id
+        self.records[self.active] = Record(
+            option, placement, option.label, stage="active", settling=self._settle_steps
+        )
+
     def acknowledge(self, event: ev.PlacementAcknowledged) -> list[ev.Command]:
         record = self.record(event.placement_id)
         if record is None or record.stage != "published":

@@ -103,6 +103,8 @@ class PlannerState:
         self.history.append(ev.brief(event))
         if isinstance(event, ev.EngineStarted):
             commands = self._engine_started()
+        elif isinstance(event, ev.EngineResumed):
+            commands = self._engine_resumed(event)
         elif isinstance(event, ev.StepRetired):
             commands = self._step_retired(event)
         elif isinstance(event, ev.RunQueueDelayed):
@@ -131,6 +133,14 @@ class PlannerState:
         option = Option.as_placed("first plan", place(self.catalog, self.request, self.cost))
         self._plan_probes(option)  # a lane left out by prediction alone gets its measurement
         return self.placements.publish(option, "first plan")
+
+    def _engine_resumed(self, event: ev.EngineResumed) -> list[ev.Command]:
+        if self.placements.num_published:
+            raise PlannerError(f"an engine is taken over only at first; story: {self.story()}")
+        option = Option.as_placed("plan taken over", event.placement)
+        self._plan_probes(option)
+        self.placements.take_over(option, event.newest_id)
+        return []
 
     def _lane_died(self, name: str) -> list[ev.Command]:
         self._lane(name).is_alive = False
