@@ -770,6 +770,11 @@ class Engine:
 
     # -- what may be asked
 
+    def process_ids(self) -> dict[str, int]:
+        """Process of each lane and of the planner."""
+        remotes = [*self.cpus, self.disk, self.planner]
+        return {remote.name: remote.process_id() for remote in remotes}
+
     def _address(self, counter: int) -> int:
         return self.arena.base + self.layout.counter(counter)
 

@@ -6,6 +6,7 @@ there and gives a `Pending`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -44,6 +45,8 @@ class Remote(Protocol):
     def kill(self) -> None:
         """Stop the process at once (a lane in this process is asked to stop)."""
         ...
+
+    def process_id(self) -> int: ...
 
 
 class Host(Protocol):
@@ -171,6 +174,9 @@ class _LocalRemote:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Pending:
         return _LocalPending(self._pool.submit(getattr(self._target, method), *args, **kwargs))
+
+    def process_id(self) -> int:
+        return os.getpid()
 
     def kill(self) -> None:
         stop = getattr(self._target, "stop", None)  # the planner has no loop to be stopped

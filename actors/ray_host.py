@@ -6,6 +6,7 @@ that lasts as long as the lane, so that its steps show as spans in Ray's own tim
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -43,6 +44,9 @@ class CallByName:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, method)(*args, **kwargs)
+
+    def process_id(self) -> int:
+        return os.getpid()
 
 
 class CpuLaneActor(CpuLaneHost, CallByName):
@@ -90,6 +94,9 @@ class RayRemote:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Pending:
         titled = self.actor.call.options(name=f"{self.name} {method}")
         return RayPending(self.name, titled.remote(method, *args, **kwargs))
+
+    def process_id(self) -> int:
+        return int(self.call("process_id").result())
 
     def kill(self) -> None:
         ray.kill(self.actor)

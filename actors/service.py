@@ -322,6 +322,10 @@ class Service:
             "decisions": list(engine.decisions),
         }
 
+    def process_ids(self) -> dict[str, int]:
+        """Process of the engine, each lane and the planner."""
+        return {"engine": os.getpid(), **self.engine.process_ids()}
+
     def timeline(self) -> dict[str, Any]:
         """The newest steps of every lane, as trace events."""
         return self._timeline(self.engine)
