@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Set before Ray starts, where we start it; see each value's reason.
@@ -56,7 +58,8 @@ def join_cluster(*, dashboard: bool = False) -> bool:
     address = running_address()
     if address is not None:
         try:
-            ray.init(address=address, **quiet)
+            with _deaths_untold():
+                ray.init(address=address, **quiet)
             return False
         except Exception as error:  # Ray raises many kinds; a stale note is the usual reason
             if os.environ.get("RAY_ADDRESS"):
@@ -67,18 +70,39 @@ def join_cluster(*, dashboard: bool = False) -> bool:
     if _free_nbytes(DEFAULT_SHM) < 2 * OBJECT_STORE_NBYTES:
         options["_plasma_directory"] = tempfile.gettempdir()
     try:
-        ray.init(
-            address="local",
-            num_cpus=os.cpu_count(),
-            include_dashboard=dashboard,
-            dashboard_host="127.0.0.1",
-            object_store_memory=OBJECT_STORE_NBYTES,
-            **options,
-            **quiet,
-        )
+        with _deaths_untold():
+            ray.init(
+                address="local",
+                num_cpus=os.cpu_count(),
+                include_dashboard=dashboard,
+                dashboard_host="127.0.0.1",
+                object_store_memory=OBJECT_STORE_NBYTES,
+                **options,
+                **quiet,
+            )
     except Exception as error:  # whatever it was, the user wants its first line
         raise ClusterError(f"Ray did not start: {first_line(error)}") from error
     return True
+
+
+@contextmanager
+def _deaths_untold() -> Iterator[None]:
+    """Keep Ray from printing each death of a worker to standard output, where our text goes.
+
+    Ray listens for them in a thread of the driver and has no setting for it. Who dies is told by
+    the request that it fails.
+    """
+    from ray._private import worker
+
+    listen = getattr(worker, "listen_error_messages", None)
+    if listen is None:  # private to Ray: a page of its words is no reason to fail
+        yield
+        return
+    worker.listen_error_messages = lambda *_: None
+    try:
+        yield
+    finally:
+        worker.listen_error_messages = listen
 
 
 def first_line(error: BaseException) -> str:
