@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
+from shadowlane.actors.spec import DataType, Options
 from shadowlane.ops.decoder import (
     DecoderConfig,
     GroupDescription,
@@ -29,10 +29,8 @@ BLOCK_NBYTES = 2 << 20
 MIN_TILE_ROWS = 256
 MAX_TILES_OF_SMALL = 4
 PAGE_TOKENS = 32
-PREFILL_CHUNK = 256
 DEFAULT_CONTEXT = 4096
 
-DataType = Literal["float32", "bfloat16", "float16"]
 LAYOUT_OF = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -59,17 +57,6 @@ class BlockSource:
     def held_nbytes(self) -> int:
         """Size of the enclosing 4 KiB range: what a direct read transfers."""
         return -(-(self.skew + self.nbytes) // PAGE) * PAGE
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the user chose that shapes the model in memory, before any plan."""
-
-    dtype: DataType | None = None  # compute type and KV type; None: the file's, or the fastest
-    context: int | None = None
-    max_batch: int = 1
-    logit_rows: int = MAX_DECODE_ROWS  # rows of logits that one step may give
-    prefill_chunk: int = PREFILL_CHUNK
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from shadowlane.actors.arena import (
 )
 from shadowlane.actors.blueprint import PAGE, BlockSource, Blueprint, gather_stride
 from shadowlane.actors.lowering import lane_number
+from shadowlane.actors.spec import READ_DEPTH
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import (
     WAIT_ABORTED,
@@ -41,7 +42,6 @@ from shadowlane.ops.atomics import (
 )
 from shadowlane.planner.program import Program, Read
 
-DEFAULT_DEPTH = 4  # reads in flight: four threads reach what the disk gives
 LOOK_UP_NS = 50_000_000
 
 # fields of the lane's statistics, int64
@@ -97,7 +97,7 @@ class DiskLane:
         handle: ArenaHandle,
         stamps: Sequence[object] = (),
         *,
-        depth: int = DEFAULT_DEPTH,
+        depth: int = READ_DEPTH,
         direct: bool = True,
         prefetch: bool = True,
         span: Span | None = None,

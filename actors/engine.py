@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from shadowlane.actors.arena import (
     Arena,
     plan_layout,
 )
-from shadowlane.actors.blueprint import Blueprint, Options, read_blueprint
+from shadowlane.actors.blueprint import Blueprint, read_blueprint
 from shadowlane.actors.homes import Homes
 from shadowlane.actors.hosts import Host, LaneDied, LaneFailed, Pending
 from shadowlane.actors.lowering import lane_number
@@ -40,6 +39,7 @@ from shadowlane.actors.recovery import (
     wait_until_parked,
 )
 from shadowlane.actors.sequence import Sequence, TextSink
+from shadowlane.actors.spec import EngineSettings, Options
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import WAIT_OK, publish, wait_counter
 from shadowlane.ops.errors import ModelError
@@ -59,18 +59,6 @@ DEFAULT_SPIN_US = 50
 IDLE_S = 0.2  # how often an idle engine looks after its lanes
 RESTARTS = 3  # how often lanes are started again before the engine gives up
 CLOSED = "the engine was closed"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """How a model is to be run; sizes in bytes."""
-
-    ram: int
-    cores: tuple[tuple[int, ...], ...]  # per compute lane, one core per worker
-    depth: int = disk.DEFAULT_DEPTH
-    direct: bool = True
-    prefetch: bool = True
-    num_slots: int | None = None
 
 
 class EngineError(Exception):

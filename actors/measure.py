@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from shadowlane.actors.arena import Arena
-from shadowlane.actors.blueprint import PAGE, BlockSource, Blueprint, Options, cut_model
+from shadowlane.actors.blueprint import PAGE, BlockSource, Blueprint, cut_model
 from shadowlane.actors.disk_lane import ModelFile
-from shadowlane.actors.engine import Engine, EngineSettings
+from shadowlane.actors.engine import Engine
 from shadowlane.actors.hosts import ThreadHost
 from shadowlane.actors.records import Row, StepPlan
+from shadowlane.actors.spec import EngineSettings, Options
 from shadowlane.ops import table as t
 from shadowlane.ops.files import open_model
 from shadowlane.planner.profile import DiskFigure, GroupFigure, Phase

@@ -8,7 +8,8 @@ from typing import Any
 
 from shadowlane.actors.blueprint import Blueprint, read_blueprint
 from shadowlane.actors.machine import hardware_fingerprint
-from shadowlane.actors.service import ServiceSpec, profile_path, read_profile
+from shadowlane.actors.service import profile_path, read_profile
+from shadowlane.actors.spec import ServiceSpec
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report
 from shadowlane.planner.placement import LaneSpec, Placement, Request

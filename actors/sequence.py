@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from shadowlane.actors.spec import FinishReason
 from shadowlane.ops.sampling import Sampler, SamplingParams
 
 LaneUse = dict[str, tuple[int, int]]  # lane -> (busy ns, bytes) since the engine's start
-FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class TextSink(Protocol):

@@ -13,17 +13,18 @@ import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shadowlane.actors.blueprint import Blueprint, Options
-from shadowlane.actors.engine import Engine, EngineError, EngineSettings
+from shadowlane.actors.blueprint import Blueprint
+from shadowlane.actors.engine import Engine, EngineError
 from shadowlane.actors.hosts import Host
 from shadowlane.actors.machine import hardware_fingerprint
-from shadowlane.actors.sequence import FinishReason, Sequence
+from shadowlane.actors.sequence import Sequence
+from shadowlane.actors.spec import Chunk, ServiceSpec
 from shadowlane.actors.timeline import make_timeline
 from shadowlane.ops.compiled import user_cache_directory
 from shadowlane.ops.sampling import SamplingParams
@@ -34,25 +35,6 @@ from shadowlane.planner.profile import Profile
 
 Message = dict[str, str]
 Prompt = str | Tokens[int] | Tokens[Message]
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceSpec:
-    """What to serve and how."""
-
-    root: Path
-    options: Options
-    settings: EngineSettings
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of an answer as it is written."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
 
 
 class Service:

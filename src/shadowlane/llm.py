@@ -18,8 +18,7 @@ from shadowlane.sizes import free_ram, parse_size
 if TYPE_CHECKING:
     import numpy as np
 
-    from shadowlane.actors.blueprint import DataType
-    from shadowlane.actors.service import Chunk, ServiceSpec
+    from shadowlane.actors.spec import Chunk, DataType, ServiceSpec
 
 Progress = Callable[[str, float | None], None]
 Message = Mapping[str, str]
@@ -233,10 +232,8 @@ def make_spec(
     direct_io: bool = True,
 ) -> ServiceSpec:
     """What is to be served, with every default decided. Reads nothing of the model."""
-    from shadowlane.actors.blueprint import PREFILL_CHUNK, Options
-    from shadowlane.actors.engine import EngineSettings
     from shadowlane.actors.machine import assign_cores
-    from shadowlane.actors.service import ServiceSpec
+    from shadowlane.actors.spec import PREFILL_CHUNK, EngineSettings, Options, ServiceSpec
     from shadowlane.ops.table import MAX_DECODE_ROWS
 
     cores, notes = assign_cores(cpu_threads, cpu_workers)

@@ -1,0 +1,60 @@
+"""What crosses from a client to the engine and back, as plain data.
+
+Apart from everything that acts on it, so that a client pays for no kernel, model or array library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shadowlane.ops.table import MAX_DECODE_ROWS
+
+PREFILL_CHUNK = 256
+READ_DEPTH = 4  # reads in flight: four threads reach what the disk gives
+
+DataType = Literal["float32", "bfloat16", "float16"]
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user chose that shapes the model in memory, before any plan."""
+
+    dtype: DataType | None = None  # compute type and KV type; None: the file's, or the fastest
+    context: int | None = None
+    max_batch: int = 1
+    logit_rows: int = MAX_DECODE_ROWS  # rows of logits that one step may give
+    prefill_chunk: int = PREFILL_CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How a model is to be run; sizes in bytes."""
+
+    ram: int
+    cores: tuple[tuple[int, ...], ...]  # per compute lane, one core per worker
+    depth: int = READ_DEPTH
+    direct: bool = True
+    prefetch: bool = True
+    num_slots: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """What to serve and how."""
+
+    root: Path
+    options: Options
+    settings: EngineSettings
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of an answer as it is written."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
