@@ -19,7 +19,7 @@ from shadowlane.ops.decoder import GroupDescription
 from shadowlane.ops.expand import expand_row_address
 from shadowlane.ops.kernels import matvec_address
 from shadowlane.ops.layouts import LAYOUTS
-from shadowlane.ops.tiles import LoweredProgram
+from shadowlane.ops.table import LoweredProgram
 from shadowlane.planner.placement import DISK_LANE, Placement
 from shadowlane.planner.program import ComputeInstruction, Program
 

@@ -12,7 +12,10 @@ One instruction is one fused operator of one group. Its work is cut into items (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_LANES: Final = 8  # compute lanes that a table can wait for
 MAX_DECODE_ROWS: Final = 8  # rows that go through the compiled kernels together
@@ -184,3 +187,13 @@ class RecordLayout:
             offset += count * 4
         result["nbytes"] = -(-offset // 64) * 64
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredProgram:
+    """What one lane runs under one placement; the columns are those above."""
+
+    placement_id: int
+    instructions: np.ndarray  # int64 [instructions, INSTRUCTION_COLUMNS]
+    items: np.ndarray  # int64 [items, ITEM_COLUMNS]
+    blocks: np.ndarray  # int64 [blocks, BLOCK_COLUMNS]

@@ -8,7 +8,6 @@ Decode rows that share the step go through the compiled kernels exactly as they 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from shadowlane.ops.kernels import (
     rms_norm,
 )
 from shadowlane.ops.layouts import LAYOUTS
+from shadowlane.ops.table import LoweredProgram
 from shadowlane.ops.walker import (
     attend,
     block_address,
@@ -157,16 +157,6 @@ def gather_cache(
         source = cache_page(base, geometry, layer, page, value, head) + inside * nbytes
         copy_bytes(source, out + done * nbytes, span * nbytes)
         done += span
-
-
-@dataclass(frozen=True, slots=True)
-class LoweredProgram:
-    """What one lane runs under one placement; see `table.py` for the columns."""
-
-    placement_id: int
-    instructions: np.ndarray  # int64 [instructions, INSTRUCTION_COLUMNS]
-    items: np.ndarray  # int64 [items, ITEM_COLUMNS]
-    blocks: np.ndarray  # int64 [blocks, BLOCK_COLUMNS]
 
 
 class PrefillWorker:
