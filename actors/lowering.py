@@ -120,6 +120,7 @@ def lower(
 
     homes: arena offset of each resident block's enclosing range, by block index.
     """
+    config = blueprint.config
     ordinals = {block: ordinal for ordinal, block in enumerate(placement.sweep)}
     blocks = np.array(
         [
@@ -151,6 +152,9 @@ def lower(
             row[t.ITEM_START] = instruction.first_unit
             row[t.ITEM_COUNT] = instruction.last_unit - instruction.first_unit
             row[t.TILE_START], row[t.TILE_COUNT] = 0, 0
+            # few KV heads over several workers leave some idle: their query heads are shared out
+            grouped = config.num_heads // config.num_kv_heads
+            row[t.HEAD_SPLITS] = grouped if row[t.ITEM_COUNT] % num_workers else 1
         else:
             row[t.ITEM_START] = len(items)
             items.extend(_chunks(blueprint, number, instruction, num_workers))

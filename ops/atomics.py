@@ -3,9 +3,11 @@
 Numba has no atomics on the CPU, so the few that lanes need are emitted as LLVM instructions.
 Addresses are int64. Everything here works across processes that map the same memory.
 
-A *counter* is a 32-bit word with one writer at a time, followed (4 bytes on) by a 32-bit count of
-sleepers. It is compared cyclically, so it may wrap. `wait_counter` spins for a bounded time, then
-sleeps on a futex; `publish` wakes sleepers only if there are any.
+A *counter* is a 32-bit word with one writer at a time, compared cyclically, so it may wrap. Three
+words of the waiters follow it: how many sleep, the nearest value that one of them wants, and a
+count of wake-ups, which is what they sleep on. `wait_counter` spins for a bounded time, then sleeps
+on a futex; `publish` makes a system call only when it reaches a wanted value, so a lane that is
+watched from afar does not pay for each instruction it retires.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from numba.extending import intrinsic
 from shadowlane.ops.compiled import njit
 
 I32, I64 = ir.IntType(32), ir.IntType(64)
-NOBODY_ABORTED = 0
+SLEEPERS, NEAREST, WAKES = 4, 8, 12  # byte offsets of a counter's words
+FAR = 1 << 30  # further ahead than anybody waits
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 202)
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 CLOCK_MONOTONIC = 1
@@ -89,6 +92,19 @@ def compare_swap64(typingctx: Any, address: Any, expected: Any, desired: Any) ->
         return builder.zext(builder.extract_value(pair, 1), I64)
 
     return types.int64(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def compare_swap32(typingctx: Any, address: Any, expected: Any, desired: Any) -> Any:
+    """The same for a 32-bit word."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pair = builder.cmpxchg(
+            _pointer(builder, args[0], I32), args[1], args[2], "seq_cst", "seq_cst"
+        )
+        return builder.zext(builder.extract_value(pair, 1), I64)
+
+    return types.int64(types.int64, types.int32, types.int32), codegen
 
 
 def _plain_load(name: str, element: ir.Type, result: Any, align: int) -> Any:
@@ -182,16 +198,37 @@ def reached(value: int, wanted: int) -> bool:
 
 @njit
 def publish(counter: int, value: int) -> None:
-    """Set a counter (one writer at a time) and wake whoever sleeps on it."""
+    """Set a counter (one writer at a time); wake its sleepers if one of them wants that value."""
     swap32(counter, types.int32(value))
-    if load32(counter + 4) != 0:
-        _syscall(SYS_FUTEX, counter, FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
+    if load32(counter + SLEEPERS) == 0:
+        return
+    nearest = swap32(counter + NEAREST, types.int32(value + FAR))
+    if reached(types.int32(value), nearest):
+        add32(counter + WAKES, types.int32(1))
+        _syscall(SYS_FUTEX, counter + WAKES, FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
+    else:
+        _want(counter, nearest)
+
+
+@njit
+def _want(counter: int, wanted: int) -> None:
+    """Note that a sleeper waits for `wanted`; the nearest of all such values is kept."""
+    while True:
+        noted = load32(counter + NEAREST)
+        value = load32(counter)
+        distance = types.int32(noted - value)
+        # NOTE: what was noted may be behind the counter by now: then it is nobody's wish any more.
+        if 0 < distance <= types.int32(wanted - value):
+            return
+        if compare_swap32(counter + NEAREST, noted, types.int32(wanted)):
+            return
 
 
 @njit
 def wake_all(counter: int) -> None:
     """Wake all sleepers without changing the counter, so that they look at the abort word."""
-    _syscall(SYS_FUTEX, counter, FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
+    add32(counter + WAKES, types.int32(1))
+    _syscall(SYS_FUTEX, counter + WAKES, FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
 
 
 @njit
@@ -217,13 +254,14 @@ def wait_counter(counter: int, wanted: int, abort: int, spin_ns: int, timeout_ns
     while True:
         if load32(abort) != 0:
             return WAIT_ABORTED
-        add32(counter + 4, types.int32(1))
-        seen = load32(counter)
-        if not reached(seen, wanted):
+        add32(counter + SLEEPERS, types.int32(1))
+        wakes = load32(counter + WAKES)
+        _want(counter, wanted)
+        if not reached(load32(counter), wanted):
             write_i64(pause, types.int64(0))
             write_i64(pause + 8, types.int64(SLEEP_NS))
-            _syscall(SYS_FUTEX, counter, FUTEX_WAIT, types.int64(seen), pause, 0, 0)
-        add32(counter + 4, types.int32(-1))
+            _syscall(SYS_FUTEX, counter + WAKES, FUTEX_WAIT, types.int64(wakes), pause, 0, 0)
+        add32(counter + SLEEPERS, types.int32(-1))
         if reached(load32(counter), wanted):
             return WAIT_OK
         if timeout_ns > 0 and now_ns() - started > timeout_ns:

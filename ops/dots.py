@@ -80,7 +80,7 @@ def add_lanes(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
     return builder.extract_element(vector, I32(0))
 
 
-def _for_each_layout(body: Any) -> Any:
+def for_each_layout(body: Any) -> Any:
     """Code for an intrinsic whose first argument is a layout id: one `body` per direct layout."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -150,54 +150,84 @@ def make_dot(rows: int, inputs: int) -> Any:
                 place = builder.inttoptr(builder.add(out, I64(4 * index)), F32.as_pointer())
                 builder.store(builder.load(total), place, align=4)
 
-        return types.void(*[types.int64] * 7), _for_each_layout(body)
+        return types.void(*[types.int64] * 7), for_each_layout(body)
 
     return dot
 
 
-@intrinsic
-def weighted_sum(
-    typingctx: Any,
-    layout: Any,
-    rows: Any,
-    row_nbytes: Any,
-    num_rows: Any,
-    cols: Any,
-    factors: Any,
-    out: Any,
-) -> Any:
-    """out[c] += factors[0] * rows[0][c] + factors[1] * rows[1][c] + ..., in the order of the rows.
+def make_weighted_sum(inputs: int) -> Any:
+    """An intrinsic `accumulate(layout, rows, row_nbytes, num_rows, cols, factors, stride, out)`.
 
-    rows: of the direct layout with id `layout`; factors and out: float32.
+    out[b][c] += factors[b][0] * rows[0][c] + factors[b][1] * rows[1][c] + ..., in the order of the
+    rows. layout: id of a direct layout, that of `rows`; factors float32 [inputs, num_rows], their
+    rows `stride` bytes apart; out float32 [inputs, cols].
     """
 
-    def body(builder: ir.IRBuilder, layout: str, args: Any) -> None:
-        rows, row_nbytes, num_rows, cols, factors, out = args
-        element_nbytes = ELEMENT_NBYTES[layout]
+    @intrinsic
+    def accumulate(
+        typingctx: Any,
+        layout: Any,
+        rows: Any,
+        row_nbytes: Any,
+        num_rows: Any,
+        cols: Any,
+        factors: Any,
+        stride: Any,
+        out: Any,
+    ) -> Any:
+        def body(builder: ir.IRBuilder, layout: str, args: Any) -> None:
+            rows, row_nbytes, num_rows, cols, factors, stride, out = args
+            element_nbytes = ELEMENT_NBYTES[layout]
+            starts = [builder.add(factors, builder.mul(stride, I64(b))) for b in range(inputs)]
 
-        def column(at: ir.Value, kind: ir.Type) -> None:
-            place = builder.inttoptr(builder.add(out, builder.mul(at, I64(4))), kind.as_pointer())
-            total = cgutils.alloca_once(builder, kind)
-            builder.store(builder.load(place, align=4), total)
-            start = builder.add(rows, builder.mul(at, I64(element_nbytes)))
-            with cgutils.for_range(builder, num_rows, intp=I64) as loop:
-                address = builder.add(start, builder.mul(loop.index, row_nbytes))
-                factor = load_one(
-                    builder, builder.add(factors, builder.mul(loop.index, I64(4))), "f32"
-                )
-                if kind is VF32:
-                    element = load_lanes(builder, address, layout)
-                    first = builder.insert_element(ir.Constant(VF32, ir.Undefined), factor, I32(0))
-                    factor = builder.shuffle_vector(first, first, _splat(0, I32))
-                else:
-                    element = load_one(builder, address, layout)
-                builder.store(fma(builder, kind, element, factor, builder.load(total)), total)
-            builder.store(builder.load(total), place, align=4)
+            def columns(at: ir.Value, kind: ir.Type, count: int) -> None:
+                """`count` neighbouring vectors (or one element) of all inputs, in registers."""
+                width = LANES if kind is VF32 else 1
+                places, totals = [], []
+                for b in range(inputs):
+                    row = builder.add(out, builder.mul(cols, I64(4 * b)))
+                    for v in range(count):
+                        offset = builder.mul(builder.add(at, I64(v * width)), I64(4))
+                        place = builder.inttoptr(builder.add(row, offset), kind.as_pointer())
+                        total = cgutils.alloca_once(builder, kind)
+                        builder.store(builder.load(place, align=4), total)
+                        places.append(place)
+                        totals.append(total)
+                start = builder.add(rows, builder.mul(at, I64(element_nbytes)))
+                with cgutils.for_range(builder, num_rows, intp=I64) as loop:
+                    address = builder.add(start, builder.mul(loop.index, row_nbytes))
+                    elements = [
+                        (load_lanes if kind is VF32 else load_one)(
+                            builder, builder.add(address, I64(v * width * element_nbytes)), layout
+                        )
+                        for v in range(count)
+                    ]
+                    for b in range(inputs):
+                        factor = load_one(
+                            builder, builder.add(starts[b], builder.mul(loop.index, I64(4))), "f32"
+                        )
+                        if kind is VF32:
+                            first = builder.insert_element(
+                                ir.Constant(VF32, ir.Undefined), factor, I32(0)
+                            )
+                            factor = builder.shuffle_vector(first, first, _splat(0, I32))
+                        for v in range(count):
+                            total = totals[b * count + v]
+                            builder.store(
+                                fma(builder, kind, elements[v], factor, builder.load(total)), total
+                            )
+                for place, total in zip(places, totals, strict=True):
+                    builder.store(builder.load(total), place, align=4)
 
-        whole = builder.and_(cols, I64(-LANES))
-        with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), I64) as (at, _):
-            column(at, VF32)
-        with cgutils.for_range_slice(builder, whole, cols, I64(1), I64) as (at, _):
-            column(at, F32)
+            four = builder.and_(cols, I64(-4 * LANES))
+            whole = builder.and_(cols, I64(-LANES))
+            with cgutils.for_range_slice(builder, I64(0), four, I64(4 * LANES), I64) as (at, _):
+                columns(at, VF32, 4)
+            with cgutils.for_range_slice(builder, four, whole, I64(LANES), I64) as (at, _):
+                columns(at, VF32, 1)
+            with cgutils.for_range_slice(builder, whole, cols, I64(1), I64) as (at, _):
+                columns(at, F32, 1)
 
-    return types.void(*[types.int64] * 7), _for_each_layout(body)
+        return types.void(*[types.int64] * 8), for_each_layout(body)
+
+    return accumulate

@@ -58,8 +58,9 @@ Q_NORM: Final = 17  # float32 [head_dim], -1: none
 K_NORM: Final = 18
 BLOCK_ROWS: Final = 19  # EMBED: rows of each block of the table of embeddings
 GATHERED: Final = 20  # EMBED: 1 if rows may have to come through the gather buffer
-ORDINAL: Final = 21  # this instruction's number in the lane's program: counter = base + ORDINAL + 1
-PEER_WAIT: Final = 22  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
+HEAD_SPLITS: Final = 21  # ATTENTION: decode items per KV head, each with its part of the queries
+ORDINAL: Final = 22  # this instruction's number in the lane's program: counter = base + ORDINAL + 1
+PEER_WAIT: Final = 23  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
 INSTRUCTION_COLUMNS: Final = PEER_WAIT + MAX_LANES
 
 # items[j, ...]

@@ -21,11 +21,11 @@ from shadowlane.ops.kernels import (
     EXPAND_AT,
     LAYOUT_F32,
     ONE,
-    convert_row,
     element_nbytes,
     rms_norm,
 )
 from shadowlane.ops.layouts import LAYOUTS
+from shadowlane.ops.rows import convert_row, finish_row, silu_row
 from shadowlane.ops.table import LoweredProgram
 from shadowlane.ops.walker import (
     attend,
@@ -84,7 +84,7 @@ def expand_tile(block: Any, source: int, cols: int, layout: int, out: int, scrat
             call_address(block[t.EXPAND], (address, out + index * nbytes, cols))
         else:
             call_address(block[t.EXPAND], (address, scratch + EXPAND_AT, cols))
-            convert_row(scratch + EXPAND_AT, layout, out + index * nbytes, cols)
+            convert_row(layout, scratch + EXPAND_AT, out + index * nbytes, cols)
 
 
 @njit
@@ -93,7 +93,7 @@ def decode_attention(
 ) -> None:
     for index in range(num_rows):
         store_key_value(base, geometry, row, record, index, head, scratch)
-        attend(base, geometry, row, record, index, head, scratch)
+        attend(base, geometry, row, record, index, head, 0, 1, scratch)
 
 
 @njit
@@ -159,6 +159,46 @@ def gather_cache(
         done += span
 
 
+@njit
+def finish_tile(
+    product: int, layout: int, count: int, rows: int, bias: int, adds: int, out: int, stride: int
+) -> None:
+    """A product [count, rows] of a direct layout into columns of a float32 output.
+
+    bias: address of float32 [rows], or 0; adds: whether the output keeps what it has; stride: bytes
+    between the output's rows.
+    """
+    nbytes = element_nbytes(layout) * rows
+    for index in range(count):
+        finish_row(layout, product + index * nbytes, bias, adds, out + index * stride, rows)
+
+
+@njit
+def activate_tile(
+    gate: int,
+    up: int,
+    layout: int,
+    count: int,
+    rows: int,
+    gate_bias: int,
+    up_bias: int,
+    out: int,
+    stride: int,
+) -> None:
+    """silu(gate) * up of two products [count, rows], into columns of an output of their layout."""
+    nbytes = element_nbytes(layout) * rows
+    for index in range(count):
+        silu_row(
+            layout,
+            gate + index * nbytes,
+            up + index * nbytes,
+            gate_bias,
+            up_bias,
+            out + index * stride,
+            rows,
+        )
+
+
 class PrefillWorker:
     """One worker's view of the arena as tensors, and the loop over its tables.
 
@@ -181,6 +221,7 @@ class PrefillWorker:
         self._num_heads = int(geometry[t.NUM_HEADS])
         self._num_kv_heads = int(geometry[t.NUM_KV_HEADS])
         self._memory = memory
+        self._products = [torch.empty(0, dtype=self._type), torch.empty(0, dtype=self._type)]
 
     def _view(self, offset: int, kind: torch.dtype, *shape: int) -> torch.Tensor:
         nbytes = kind.itemsize
@@ -296,29 +337,49 @@ class PrefillWorker:
         expand_tile(block, address, cols, self._layout, self.base + tile, self.scratch)
         return self._view(tile, self._type, rows, cols)
 
+    def _product(self, place: int, x: torch.Tensor, block: Any, record: int) -> torch.Tensor:
+        """x times the rows of a block, [count, rows] of the compute type, in a buffer of ours."""
+        count, cols = x.shape
+        tile = self._tile(block, cols, record)
+        rows = tile.shape[0]
+        if len(self._products[place]) < count * rows:
+            self._products[place] = torch.empty(count * rows, dtype=self._type)
+        product = self._products[place][: count * rows].view(count, rows)
+        return torch.mm(x, tile.T, out=product)
+
     def _chunk(
         self, row: Any, item: Any, blocks: Any, record: int, x: torch.Tensor, first: int
     ) -> None:
         """A tile times the chunk, into its columns of the output."""
-        count, cols = x.shape
+        count = len(x)
         start, rows, total = int(item[t.FIRST_ROW]), int(item[t.NUM_ROWS]), int(row[t.ROWS])
-        bias = int(row[t.BIAS])
-        product = torch.mm(x, self._tile(blocks[item[t.BLOCK]], cols, record).T).float()
-        if bias >= 0:
-            product += self._view(bias + 4 * start, torch.float32, rows)
+        bias = self.base + int(row[t.BIAS]) + 4 * start if row[t.BIAS] >= 0 else 0
+        product = self._product(0, x, blocks[item[t.BLOCK]], record)
         if row[t.KIND] == t.GATE_UP:
-            up = torch.mm(x, self._tile(blocks[item[t.SECOND_BLOCK]], cols, record).T).float()
-            if bias >= 0:
-                up += self._view(bias + 4 * (total + start), torch.float32, rows)
-            out = self._view(int(row[t.PREFILL_OUTPUT]), self._type, count, total)
-            out[:, start : start + rows] = functional.silu(product, inplace=True).mul_(up)
+            up = self._product(1, x, blocks[item[t.SECOND_BLOCK]], record)
+            nbytes = self._type.itemsize
+            activate_tile(
+                product.data_ptr(),
+                up.data_ptr(),
+                self._layout,
+                count,
+                rows,
+                bias,
+                bias + 4 * total if bias else 0,
+                self.base + int(row[t.PREFILL_OUTPUT]) + start * nbytes,
+                total * nbytes,
+            )
             return
-        offset = int(row[t.OUTPUT]) + first * total * 4
-        out = self._view(offset, torch.float32, count, total)[:, start : start + rows]
-        if row[t.EPILOGUE] == t.ADD:
-            out += product
-        else:
-            out.copy_(product)
+        finish_tile(
+            product.data_ptr(),
+            self._layout,
+            count,
+            rows,
+            bias,
+            int(row[t.EPILOGUE]),
+            self.base + int(row[t.OUTPUT]) + (first * total + start) * 4,
+            total * 4,
+        )
 
     def _attention(
         self, row: Any, record: int, head: int, num_decode: int, num_prefill: int, fields: Any

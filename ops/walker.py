@@ -34,21 +34,19 @@ from shadowlane.ops.atomics import (
     write_i64,
 )
 from shadowlane.ops.compiled import njit
-from shadowlane.ops.dots import weighted_sum
 from shadowlane.ops.kernels import (
     EXPAND_AT,
     LAYOUT_F32,
     ONE,
     ZERO,
     _matvec_direct,
-    convert_row,
     element_nbytes,
     rms_norm,
     rope_angles,
     rotate,
-    silu,
-    soften,
+    weighted_sum,
 )
+from shadowlane.ops.rows import convert_row, divide_row, finish_row, silu_row, soften
 
 _matvec = njit(_matvec_direct)
 
@@ -270,13 +268,8 @@ def linear_item(
         for index in range(together):
             out = base + row[t.OUTPUT] + ((done + index) * row[t.ROWS] + first) * 4
             source = result + index * stride
-            for i in range(num_rows):
-                value = read_f32(source + 4 * i)
-                if row[t.BIAS] >= 0:
-                    value += read_f32(base + row[t.BIAS] + 4 * (first + i))
-                if row[t.EPILOGUE] == t.ADD:
-                    value += read_f32(out + 4 * i)
-                write_f32(out + 4 * i, value)
+            bias = base + row[t.BIAS] + 4 * first if row[t.BIAS] >= 0 else 0
+            finish_row(LAYOUT_F32, source, bias, row[t.EPILOGUE], out, num_rows)
         done += together
 
 
@@ -322,15 +315,21 @@ def gate_up_item(
         stride,
         scratch,
     )
+    gate_bias, up_bias = 0, 0
+    if row[t.BIAS] >= 0:
+        gate_bias = base + row[t.BIAS] + 4 * first
+        up_bias = gate_bias + 4 * row[t.ROWS]
     for index in range(inputs):
         out = base + row[t.OUTPUT] + (index * row[t.ROWS] + first) * 4
-        for i in range(num_rows):
-            gate = read_f32(gates + index * stride + 4 * i)
-            up = read_f32(ups + index * stride + 4 * i)
-            if row[t.BIAS] >= 0:
-                gate += read_f32(base + row[t.BIAS] + 4 * (first + i))
-                up += read_f32(base + row[t.BIAS] + 4 * (row[t.ROWS] + first + i))
-            write_f32(out + 4 * i, silu(gate) * up)
+        silu_row(
+            LAYOUT_F32,
+            gates + index * stride,
+            ups + index * stride,
+            gate_bias,
+            up_bias,
+            out,
+            num_rows,
+        )
 
 
 @njit
@@ -405,8 +404,8 @@ def store_key_value(
         scratch,
     )
     convert_row(
-        qkv + (heads + kv_heads + head) * dim * 4,
         layout,
+        qkv + (heads + kv_heads + head) * dim * 4,
         cache_page(base, geometry, row[t.LAYER], page, 1, head) + offset,
         dim,
     )
@@ -414,9 +413,20 @@ def store_key_value(
 
 @njit
 def attend(
-    base: int, geometry: Any, row: Any, record: int, index: int, head: int, scratch: int
+    base: int,
+    geometry: Any,
+    row: Any,
+    record: int,
+    index: int,
+    head: int,
+    part: int,
+    parts: int,
+    scratch: int,
 ) -> None:
-    """Attention of one decode row for the query heads of one KV head, over its cached tokens."""
+    """Attention of one decode row over its cached tokens, for the query heads of one KV head.
+
+    Of these, the `part`-th of `parts` equal shares.
+    """
     dim, layout = geometry[t.HEAD_DIM], geometry[t.KV_LAYOUT]
     heads, kv_heads = geometry[t.NUM_HEADS], geometry[t.NUM_KV_HEADS]
     grouped = heads // kv_heads
@@ -430,12 +440,14 @@ def attend(
     stride = geometry[t.CONTEXT] * 4
     qkv = base + geometry[t.QKV] + index * (heads + 2 * kv_heads) * dim * 4
     factor = ONE / np.float32(math.sqrt(np.float32(dim)))
-    for g in range(grouped):
+    queries_here = grouped // parts
+    first = part * queries_here
+    for g in range(queries_here):
         rotate_head(
             base,
             geometry,
             index,
-            qkv + (head * grouped + g) * dim * 4,
+            qkv + (head * grouped + first + g) * dim * 4,
             row[t.Q_NORM],
             factor,
             LAYOUT_F32,
@@ -459,54 +471,62 @@ def attend(
             dim,
             queries,
             dim * 4,
-            grouped,
+            queries_here,
             scores + (at - start) * 4,
             stride,
             scratch,
         )
         at += span
     width = heads * dim
-    for g in range(grouped):
-        total = soften(scores + g * stride, count)
-        out = base + row[t.OUTPUT] + (index * width + (head * grouped + g) * dim) * 4
-        for i in range(dim):
-            write_f32(out + 4 * i, ZERO)
-        at = start
-        while at <= position:
-            inside = at % page_tokens
-            span = min(page_tokens - inside, position + 1 - at)
-            values = cache_page(
-                base, geometry, row[t.LAYER], page_of(geometry, record, sequence, at), 1, head
-            )
-            weighted_sum(
-                layout,
-                values + inside * dim * nbytes,
-                dim * nbytes,
-                span,
-                dim,
-                scores + g * stride + (at - start) * 4,
-                out,
-            )
-            at += span
-        for i in range(dim):
-            write_f32(out + 4 * i, read_f32(out + 4 * i) / total)
+    out = base + row[t.OUTPUT] + (index * width + (head * grouped + first) * dim) * 4
+    for i in range(queries_here * dim):
+        write_f32(out + 4 * i, ZERO)
+    at = start
+    totals = scratch  # the dot products above are done with it
+    for g in range(queries_here):
+        write_f32(totals + 4 * g, soften(scores + g * stride, count))
+    while at <= position:
+        inside = at % page_tokens
+        span = min(page_tokens - inside, position + 1 - at)
+        values = cache_page(
+            base, geometry, row[t.LAYER], page_of(geometry, record, sequence, at), 1, head
+        )
+        weighted_sum(
+            layout,
+            values + inside * dim * nbytes,
+            dim * nbytes,
+            span,
+            dim,
+            scores + (at - start) * 4,
+            stride,
+            queries_here,
+            out,
+        )
+        at += span
+    for g in range(queries_here):
+        divide_row(out + g * dim * 4, read_f32(totals + 4 * g), dim)
 
 
 @njit
 def attention_item(
     base: int, geometry: Any, row: Any, record: int, item: int, num_rows: int, scratch: int
 ) -> None:
-    """One KV head of one row; of all rows in turn where they are tokens of one sequence."""
+    """Some query heads of one row; of all rows in turn where they are tokens of one sequence.
+
+    NOTE: where a KV head is split over items, each stores the same key and value. They write the
+    same bytes, and none reads them before it has written them itself.
+    """
+    splits = row[t.HEAD_SPLITS]
+    part = item % splits
+    item = item // splits
     heads = row[t.ITEM_COUNT]
+    head = row[t.ITEM_START] + item % heads
+    first, last = item // heads, item // heads + 1
     if record_i64(record, t.SAME_SEQUENCE) != 0:
-        head = row[t.ITEM_START] + item
-        for index in range(num_rows):
-            store_key_value(base, geometry, row, record, index, head, scratch)
-            attend(base, geometry, row, record, index, head, scratch)
-    else:
-        head, index = row[t.ITEM_START] + item % heads, item // heads
+        first, last = 0, num_rows
+    for index in range(first, last):
         store_key_value(base, geometry, row, record, index, head, scratch)
-        attend(base, geometry, row, record, index, head, scratch)
+        attend(base, geometry, row, record, index, head, part, splits, scratch)
 
 
 @njit

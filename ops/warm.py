@@ -1,0 +1,137 @@
+"""Loading compiled code before it is needed, so that no step waits for a compiler.
+
+A step calls a fixed set of functions with a fixed set of argument types. Each function here gives
+one lane all of its own: from the cache in milliseconds, or, once per machine and version, compiled
+in seconds. Lanes that start together do not compile the same thing side by side: one does it under
+a lock on a file in the cache, the others then load what it left there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from numba import types
+
+from shadowlane.ops import atomics
+from shadowlane.ops.compiled import compiled_code_directory
+
+I32, I64 = types.int32, types.int64
+ROW = types.Array(types.int64, 1, "C")  # geometry, and one row of a table
+TABLE = types.Array(types.int64, 2, "C")
+
+Signature = Sequence[Any]
+Kernels = Sequence[tuple[Any, Signature]]
+LAYOUTS_PREFIX = "layout-"
+
+
+def counter_kernels() -> Kernels:
+    """What Python code of every process calls on counters."""
+    return (
+        (atomics.now_ns, ()),
+        (atomics.counter_value, (I64,)),
+        (atomics.publish, (I64, I32)),
+        (atomics.publish, (I64, I64)),
+        (atomics.wait_counter, (I64, I64, I64, I64, I64)),
+        (atomics.wait_counter, (I64, I32, I64, I64, I64)),
+        (atomics.wake_all, (I64,)),
+    )
+
+
+def decode_kernels() -> Kernels:
+    """What a decode step calls: one function for the whole of it."""
+    from shadowlane.ops import walker
+
+    return ((walker.walk, (I64, ROW, TABLE, TABLE, TABLE, I64, I64, I64, I64)),)
+
+
+def prefill_kernels() -> Kernels:
+    """What the loop of a prefill step calls; imports torch."""
+    from shadowlane.ops import tiles, walker
+
+    item = (I64, ROW, ROW, ROW, TABLE, I64, I64, I64, I64)
+    return (
+        (walker.worker_at, (I64, ROW, I64)),
+        (walker.wait_inputs, (I64, ROW, ROW, I64, I64)),
+        (walker.ticket_at, (I64, ROW, I64)),
+        (atomics.claim, (I64, I64, I64)),
+        (tiles.embed_rows, (I64, ROW, ROW, TABLE, I64, I64, I64)),
+        (walker.prepare_input, (I64, ROW, ROW, I64, I64, I64)),
+        (walker.wait_block, (I64, ROW, ROW, I64)),
+        (walker.linear_item, item),
+        (walker.gate_up_item, item),
+        (tiles.normalise_rows, (I64, ROW, ROW, I64, I64, I64, I64, I64)),
+        (walker.block_address, (I64, ROW, ROW, I64)),
+        (tiles.expand_tile, (ROW, I64, I64, I64, I64, I64)),
+        (tiles.decode_attention, (I64, ROW, ROW, I64, I64, I64, I64)),
+        (tiles.store_chunk, (I64, ROW, ROW, *[I64] * 7)),
+        (tiles.gather_cache, (I64, ROW, *[I64] * 8)),
+        (walker.finish_item, (I64, ROW, ROW, I64, I64)),
+        (walker.note_span, (I64, ROW, *[I64] * 6)),
+    )
+
+
+def warm_counters() -> None:
+    """Make ready what engine and disk lane call."""
+    _load_kernels("counters", counter_kernels)
+
+
+def warm_decode() -> None:
+    """Make ready what decode steps call, but for the operators of layouts."""
+    _load_kernels("counters", counter_kernels)
+    _load_kernels("decode", decode_kernels)
+
+
+def warm_prefill() -> None:
+    """Make ready what prefill steps call. Imports torch, which takes a second."""
+    _load_kernels("prefill", prefill_kernels)
+
+
+def warm_layouts(layouts: Iterable[str]) -> None:
+    """Make ready the operators of these layouts, which the tables of a model name by address."""
+    from shadowlane.ops.expand import expand_row_address
+    from shadowlane.ops.kernels import matvec_address
+
+    for layout in sorted(set(layouts)):
+        with _compiling_alone(LAYOUTS_PREFIX + layout):
+            matvec_address(layout)
+            expand_row_address(layout)
+
+
+def is_warm(layouts: Iterable[str] = ()) -> bool:
+    """Whether everything can be loaded: otherwise the next start compiles, for many seconds."""
+    parts = ["counters", "decode", "prefill", *(LAYOUTS_PREFIX + each for each in layouts)]
+    return all(_mark(part).exists() for part in parts)
+
+
+def _load_kernels(part: str, kernels: Callable[[], Kernels]) -> None:
+    with _compiling_alone(part):
+        for function, signature in kernels():
+            function.compile(tuple(signature))
+
+
+def _mark(part: str) -> Path:
+    """A file that says: all of this part is in the cache."""
+    return compiled_code_directory() / f"{part}.complete"
+
+
+@contextmanager
+def _compiling_alone(part: str) -> Iterator[None]:
+    """Nobody else compiles this part meanwhile; where it only has to be loaded, nobody waits."""
+    mark = _mark(part)
+    if mark.exists():
+        yield
+        return
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        lock = mark.with_suffix(".lock").open("w")
+    except OSError:  # a cache that cannot be written: each process compiles for itself
+        yield
+        return
+    with lock:  # closing it, or the death of this process, gives the lock back
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        mark.touch()
