@@ -46,16 +46,18 @@ from shadowlane.ops.errors import ModelError
 from shadowlane.ops.expand import expand_rows
 from shadowlane.ops.rope import inv_freq
 from shadowlane.ops.sampling import SamplingParams
+from shadowlane.ops.warm import is_warm
 from shadowlane.planner import events as ev
+from shadowlane.planner.cost import CostModel
 from shadowlane.planner.placement import DISK_LANE, LaneSpec, Placement, Request
 from shadowlane.planner.profile import Profile
 from shadowlane.planner.program import build_programs
+from shadowlane.planner.search import place
 
 Progress = Callable[[str, float | None], None]
 CHECK_NS = 100_000_000  # how often a wait for a step looks after the lanes
 EVENT_PERIOD_S = 0.05  # measurements go to the planner in batches this far apart
 DELAY_PERIOD_S = 0.2
-DEFAULT_SPIN_US = 50
 IDLE_S = 0.2  # how often an idle engine looks after its lanes
 RESTARTS = 3  # how often lanes are started again before the engine gives up
 CLOSED = "the engine was closed"
@@ -106,7 +108,7 @@ class Engine:
         self._acknowledging: list[tuple[str, Placement, Pending]] = []
         self._thinking: Pending | None = None
         self._commands: deque[ev.Command] = deque()  # of the planner, still to be obeyed
-        self._has_planner = True
+        self._has_planner = settings.replan and settings.shares is None
         self._planner_restarts = 0
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
         self._sent_at = 0.0
@@ -140,7 +142,7 @@ class Engine:
         self._profile = profile
         self.launch()
         self.planner.call("open", self.blueprint.catalog, self.request, profile).result()
-        first = self._first_placement()
+        first = self._first_placement(profile)
         self.placement = first
         self.layout = plan_layout(self.blueprint, first)
         self.arena = Arena.create(self.layout.nbytes)
@@ -154,11 +156,14 @@ class Engine:
             self.blueprint.config.vocab_size,
         )
         self._write_constants()
-        self.set_spin_us(None, DEFAULT_SPIN_US)
-        tell("starting the lanes", None)
+        self.set_spin_us(None, self.settings.spin_us)
+        layouts = {source.layout for source in self.blueprint.sources}
+        tell("starting the lanes" if is_warm(layouts) else "compiling kernels, once", None)
         opened = self._open_lanes()
         self.homes = Homes(self.layout.weights, self.layout.weights_nbytes, self.blueprint.sources)
         self._load(first, tell)
+        if not is_warm(layouts):
+            tell("compiling kernels, once", None)
         for each in opened:
             each.result()
         acknowledged: list[ev.Event] = []
@@ -167,7 +172,8 @@ class Engine:
             acknowledged.append(ev.PlacementAcknowledged(name, first.placement_id))
         self._switch(first)
         acknowledged.append(ev.PlacementAcknowledged(DISK_LANE, first.placement_id))
-        self.planner.call("handle", acknowledged).result()
+        if self._has_planner:
+            self.planner.call("handle", acknowledged).result()
         self._events.append(ev.PlacementAnnounced(first.placement_id, self._step + 1))
         self._run_lanes()
         if self._disk_statistics()[disk.BUFFERED]:
@@ -203,7 +209,19 @@ class Engine:
     def _run_lanes(self) -> None:
         self._runs = {lane.name: lane.call("run") for lane in [*self.cpus, self.disk]}
 
-    def _first_placement(self) -> Placement:
+    def _first_placement(self, profile: Profile | None) -> Placement:
+        shares = self.settings.shares
+        if shares is not None:
+            if len(shares) != len(self.lanes) or min(shares) < 0 or not any(shares):
+                raise ValueError(
+                    f"shares must be one number of at least 0 for each of {len(self.lanes)} lanes, "
+                    f"and not all 0; got {list(shares)}"
+                )
+            weights = {lane.name: part for lane, part in zip(self.lanes, shares, strict=True)}
+            cost = CostModel(profile)
+            return place(
+                self.blueprint.catalog, self.request, cost, placement_id=1, weights=weights
+            )
         for command in self.planner.call("handle", [ev.EngineStarted()]).result():
             if isinstance(command, ev.PublishPlacement):
                 return command.placement
@@ -580,7 +598,7 @@ class Engine:
             self.notes.append(f"{reason}; going on without a shadow")
             return
         self.decisions.append(f"{reason}; started again under the plan in force")
-        self.set_spin_us(None, DEFAULT_SPIN_US)
+        self.set_spin_us(None, self.settings.spin_us)
         self.planner = self._host.start_planner()
         self._thinking = self.planner.call(
             "resume",

@@ -12,6 +12,7 @@ from typing import Literal
 from shadowlane.ops.table import MAX_DECODE_ROWS
 
 PREFILL_CHUNK = 256
+SPIN_US = 50  # a spin shorter than a wake-up puts both sides of a barrier to sleep in turn
 READ_DEPTH = 4  # reads in flight: four threads reach what the disk gives
 
 DataType = Literal["float32", "bfloat16", "float16"]
@@ -39,6 +40,11 @@ class EngineSettings:
     direct: bool = True
     prefetch: bool = True
     num_slots: int | None = None
+    replan: bool = True  # False: the first plan stays, whatever is measured
+    shares: tuple[float, ...] | None = None  # rows of each compute lane, any scale; None: planned
+    spin_us: int = (
+        SPIN_US  # what a wait may spin before it sleeps, until the planner says otherwise
+    )
 
 
 @dataclass(frozen=True, slots=True)

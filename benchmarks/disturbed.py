@@ -25,15 +25,15 @@ from measure import Spread, as_json, markdown_table, ratio_per_round, spread
 # sits on a quiet core. Splits are the shares of rows of cpu:0 and cpu:1.
 ADAPTIVE = "adaptive"
 CONFIGURATIONS: dict[str, dict[str, object]] = {
-    ADAPTIVE: {"cpu_workers": 2, "cpu_threads": 1},
+    ADAPTIVE: {"cpu_workers": 2, "cpu_threads": 2},
     "one worker": {"cpu_workers": 1, "cpu_threads": 1, "replan": False},
-    "two, even, spinning": {"cpu_workers": 2, "cpu_threads": 1, "replan": False,
+    "two, even, spinning": {"cpu_workers": 2, "cpu_threads": 2, "replan": False,
                             "shares": [0.5, 0.5], "spin_us": 50},
-    "two, even, sleeping": {"cpu_workers": 2, "cpu_threads": 1, "replan": False,
+    "two, even, sleeping": {"cpu_workers": 2, "cpu_threads": 2, "replan": False,
                             "shares": [0.5, 0.5], "spin_us": 0},
-    "two, 2:1, sleeping": {"cpu_workers": 2, "cpu_threads": 1, "replan": False,
+    "two, 2:1, sleeping": {"cpu_workers": 2, "cpu_threads": 2, "replan": False,
                            "shares": [2 / 3, 1 / 3], "spin_us": 0},
-    "two, 3:1, sleeping": {"cpu_workers": 2, "cpu_threads": 1, "replan": False,
+    "two, 3:1, sleeping": {"cpu_workers": 2, "cpu_threads": 2, "replan": False,
                            "shares": [0.75, 0.25], "spin_us": 0},
 }  # fmt: skip
 

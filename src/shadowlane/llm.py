@@ -18,6 +18,7 @@ from shadowlane.sizes import free_ram, parse_size
 if TYPE_CHECKING:
     import numpy as np
 
+    from shadowlane.actors.cluster import Cluster
     from shadowlane.actors.spec import Chunk, DataType, ServiceSpec
 
 Progress = Callable[[str, float | None], None]
@@ -45,6 +46,8 @@ class LLM:
     cpu_workers: number of compute lanes they form. ctx_size: tokens of context, kept as asked or
     refused; None: up to 4096, less where RAM is short. max_batch: requests that may share a step.
     logit_rows: rows that `logits` gets per step (more cost scratch). progress: told the stage.
+    replan=False keeps the first plan; shares fixes the rows of each compute lane; spin_us is how long
+    a wait spins before it sleeps: for experiments, the planner chooses all three.
 
     Joins a running Ray cluster, or starts one of its own for as long as it lives.
     Raises ValueError, shadowlane.ops.errors.ModelError or OSError, each with one line that says
@@ -65,12 +68,15 @@ class LLM:
         logit_rows: int | None = None,
         prefetch: bool = True,
         direct_io: bool = True,
+        replan: bool = True,
+        shares: Sequence[float] | None = None,
+        spin_us: int | None = None,
         dashboard: bool = False,
         progress: Progress | None = None,
     ) -> None:
         tell = progress or (lambda stage, fraction: None)
         self._engine: Any = None
-        self._owns_cluster = False
+        self._cluster: Cluster | None = None
         path = resolve_model(str(model), tell)
         spec = make_spec(
             path,
@@ -84,17 +90,26 @@ class LLM:
             logit_rows=logit_rows,
             prefetch=prefetch,
             direct_io=direct_io,
+            replan=replan,
+            shares=shares,
+            spin_us=spin_us,
         )
-        check_spec(spec)
-        from shadowlane.actors.cluster import join_cluster
+        from shadowlane.actors.cluster import is_joined, join_cluster, running_address
 
+        is_running = is_joined()
+        address = None if is_running else running_address()
+        if address is None and not is_running:
+            # Before seconds go into Ray. An engine on a running cluster says the same as soon.
+            check_spec(spec)
         tell("starting Ray", None)
-        self._owns_cluster = join_cluster(dashboard=dashboard)
+        self._cluster = join_cluster(address, dashboard=dashboard)
         try:
             from shadowlane.actors.ray_host import start_engine
 
             tell("starting the engine", None)
-            self._engine = start_engine()
+            self._engine = start_engine(spec.settings)
+            if not self._cluster.is_ours:
+                spec = fit_cluster(spec, is_asked=ram is not None)
             self._about = self._wait(self._engine.call.remote("start", spec), tell)
         except BaseException:
             self.close()
@@ -117,9 +132,8 @@ class LLM:
             with suppress(Exception):  # it is going away in any case
                 ray.get(engine.call.remote("close"), timeout=10)
             ray.kill(engine)
-        if self._owns_cluster and ray.is_initialized():
-            self._owns_cluster = False
-            ray.shutdown()
+        if self._cluster is not None:
+            self._cluster.leave()
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._engine is None:
@@ -230,10 +244,13 @@ def make_spec(
     logit_rows: int | None = None,
     prefetch: bool = True,
     direct_io: bool = True,
+    replan: bool = True,
+    shares: Sequence[float] | None = None,
+    spin_us: int | None = None,
 ) -> ServiceSpec:
     """What is to be served, with every default decided. Reads nothing of the model."""
     from shadowlane.actors.machine import assign_cores
-    from shadowlane.actors.spec import PREFILL_CHUNK, EngineSettings, Options, ServiceSpec
+    from shadowlane.actors.spec import PREFILL_CHUNK, SPIN_US, EngineSettings, Options, ServiceSpec
     from shadowlane.ops.table import MAX_DECODE_ROWS
 
     cores, notes = assign_cores(cpu_threads, cpu_workers)
@@ -245,7 +262,17 @@ def make_spec(
         logit_rows=MAX_DECODE_ROWS if logit_rows is None else logit_rows,
         prefill_chunk=PREFILL_CHUNK if prefill_chunk is None else prefill_chunk,
     )
-    settings = EngineSettings(ram=budget, cores=tuple(cores), direct=direct_io, prefetch=prefetch)
+    if spin_us is not None and spin_us < 0:
+        raise ValueError(f"spin_us must not be negative; got {spin_us}")
+    settings = EngineSettings(
+        ram=budget,
+        cores=tuple(cores),
+        direct=direct_io,
+        prefetch=prefetch,
+        replan=replan,
+        shares=None if shares is None else tuple(shares),
+        spin_us=SPIN_US if spin_us is None else spin_us,
+    )
     return ServiceSpec(path.absolute(), options, settings, notes)
 
 
@@ -254,6 +281,14 @@ def check_spec(spec: ServiceSpec) -> None:
     from shadowlane.actors.preview import preview
 
     preview(spec)
+
+
+def fit_cluster(spec: ServiceSpec, is_asked: bool) -> ServiceSpec:
+    """`spec`, planned below what the memory monitor of the joined cluster allows."""
+    from shadowlane.actors.ray_memory import fit_below, monitor_of_this_node
+
+    monitor = monitor_of_this_node()
+    return spec if monitor is None else fit_below(monitor, spec, is_asked)
 
 
 def plan_model(model: str | Path, **options: Any) -> dict[str, Any]:
