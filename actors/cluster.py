@@ -2,70 +2,134 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
+import shutil
+import socket
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
-# Set before Ray starts, where we start it; see each value's reason.
-ENVIRONMENT = {
+# Of any process that talks to Ray.
+CLIENT_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+# Of a cluster that we start; cluster.yaml sets the same for one that is started by hand.
+CLUSTER_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # workers would start at nice 15, below everything else
     "RAY_memory_monitor_refresh_ms": "0",  # the plan bounds memory; the monitor would kill lanes
     "RAY_task_events_max_num_profile_events_per_task": "100000",  # a lane is one long task
     "RAY_task_events_max_num_profile_events_buffer_on_worker": "200000",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",  # bound to loopback; no token file in the user's home
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AUTH_MODE": "disabled",  # it listens on loopback; no token file in the user's home
 }
 OBJECT_STORE_NBYTES = 80 << 20  # handles and texts only; Ray's least is 75 MiB
 DEFAULT_SHM = Path("/dev/shm")
+PROCESSES = 4  # that Ray may start at once: engine, compute, disk, planner
+ANSWER_S = 2.0  # a cluster that does not take a connection in this time is not there
+SESSION_PREFIX = "shadowlane-ray-"
+LOCK = "in-use"
+SESSION_LENGTH = 70  # of the longest socket path below Ray's directory for temporary files
+SOCKET_PATH = 107  # bytes that a unix socket's path may have
 
 
 class ClusterError(Exception):
     """Ray did not start, or the running cluster does not answer."""
 
 
+@dataclass(slots=True)
+class Cluster:
+    """The connection of this process to Ray. `leave` ends it, and the cluster if it is our own."""
+
+    is_ours: bool = False
+    directory: Path | None = None  # of our own cluster's session, removed with it
+    lock: IO[str] | None = field(default=None, repr=False)  # held as long as the directory is used
+
+    def leave(self) -> None:
+        """Shut our own cluster down and remove what it left; a joined one is left as it is."""
+        import ray
+
+        if not self.is_ours:
+            return
+        self.is_ours = False
+        if ray.is_initialized():
+            ray.shutdown()
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        if self.lock is not None:
+            self.lock.close()
+
+
 def running_address() -> str | None:
-    """Address of a cluster to join: RAY_ADDRESS, or the one that `ray start` left a note about."""
-    if address := os.environ.get("RAY_ADDRESS"):
-        return address
-    note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
-    try:
-        return note.read_text().strip() or None
-    except OSError:
+    """Address of a cluster to join: RAY_ADDRESS, or the one that `ray start` left a note about.
+
+    None where a note is about a cluster that is gone. Raises ClusterError if RAY_ADDRESS is.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if address == "local":
         return None
+    if address and address != "auto":
+        if not _takes_connections(address):
+            raise ClusterError(f"RAY_ADDRESS {address} does not answer")
+        return address
+    place = os.environ.get("RAY_TMPDIR")
+    for note in ([Path(place) / "ray_current_cluster"] if place else []) + [
+        Path(place or "/tmp") / "ray" / "ray_current_cluster"
+    ]:
+        with suppress(OSError):
+            noted = note.read_text().strip()
+            if noted and _takes_connections(noted):
+                return noted
+    if address == "auto":
+        raise ClusterError("RAY_ADDRESS auto names no cluster: none is running on this machine")
+    return None
 
 
-def join_cluster(*, dashboard: bool = False) -> bool:
-    """Connect this process to Ray. Returns whether the cluster is our own, to be shut down by us.
+def is_joined() -> bool:
+    """Whether this process is connected to Ray already, without importing it to find out."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def join_cluster(address: str | None, *, dashboard: bool = False) -> Cluster:
+    """Connect this process to the cluster at `address`, or to a new one of our own.
 
     Raises ClusterError with the first line of what Ray says.
     """
-    for name, value in ENVIRONMENT.items():
+    environment = dict(CLIENT_ENVIRONMENT)
+    if address is None:
+        environment.update(CLUSTER_ENVIRONMENT)
+    elif _has_token():
+        # What `ray.init` does for a cluster it finds by itself. One without tokens ignores it.
+        environment["RAY_AUTH_MODE"] = "token"
+    for name, value in environment.items():
         os.environ.setdefault(name, value)
     import ray
 
     if ray.is_initialized():
-        return False
+        return Cluster()
     quiet = {
         "logging_level": logging.ERROR,
         "log_to_driver": False,
         "configure_logging": True,
     }
-    address = running_address()
     if address is not None:
         try:
             with _deaths_untold():
                 ray.init(address=address, **quiet)
-            return False
-        except Exception as error:  # Ray raises many kinds; a stale note is the usual reason
-            if os.environ.get("RAY_ADDRESS"):
-                raise ClusterError(
-                    f"RAY_ADDRESS {address} does not answer: {first_line(error)}"
-                ) from error
+        except Exception as error:  # Ray raises many kinds
+            why = first_line(error)
+            raise ClusterError(f"the Ray cluster at {address} refuses: {why}") from error
+        return Cluster()
+    remove_stale_sessions()
+    cluster = _make_session_directory()
     options = {}
     if _free_nbytes(DEFAULT_SHM) < 2 * OBJECT_STORE_NBYTES:
         options["_plasma_directory"] = tempfile.gettempdir()
@@ -73,16 +137,69 @@ def join_cluster(*, dashboard: bool = False) -> bool:
         with _deaths_untold():
             ray.init(
                 address="local",
-                num_cpus=os.cpu_count(),
+                num_cpus=PROCESSES,  # not a share of the machine: lanes are pinned by us
                 include_dashboard=dashboard,
                 dashboard_host="127.0.0.1",
                 object_store_memory=OBJECT_STORE_NBYTES,
+                _node_ip_address="127.0.0.1",  # listens to this machine only
+                _temp_dir=str(cluster.directory),
                 **options,
                 **quiet,
             )
     except Exception as error:  # whatever it was, the user wants its first line
+        cluster.leave()
         raise ClusterError(f"Ray did not start: {first_line(error)}") from error
+    return cluster
+
+
+def dashboard_url() -> str | None:
+    """Where the dashboard of the joined cluster is; None where it has none."""
+    import ray
+
+    url = ray._private.worker.get_dashboard_url()
+    return f"http://{url}" if url else None
+
+
+def _takes_connections(address: str) -> bool:
+    """Whether anybody listens there; asking Ray of an address where nobody does takes it 20 s."""
+    host, _, port = address.rpartition(":")
+    if "/" in host or not port.isdigit():
+        return True  # of a kind that only Ray can follow
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except OSError:
+        return False
     return True
+
+
+def _has_token() -> bool:
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return True
+    kept = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
+    return Path(kept).expanduser().is_file()
+
+
+def _session_parent() -> Path:
+    """Where sessions are kept: the usual place, unless its path is too long for Ray's sockets."""
+    usual = Path(tempfile.gettempdir())
+    used = len(os.fsencode(usual / SESSION_PREFIX)) + 8 + SESSION_LENGTH
+    return usual if used <= SOCKET_PATH else Path("/tmp")
+
+
+def _make_session_directory() -> Cluster:
+    """A directory for Ray's own files, marked as in use for as long as this process lives."""
+    directory = Path(tempfile.mkdtemp(prefix=SESSION_PREFIX, dir=_session_parent()))
+    lock = (directory / LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return Cluster(True, directory, lock)
+
+
+def remove_stale_sessions() -> None:
+    """Remove what clusters of ours left whose process was killed before it could clean up."""
+    for directory in _session_parent().glob(f"{SESSION_PREFIX}*"):
+        with contextlib.suppress(OSError), (directory / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where it is in use
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager

@@ -10,7 +10,9 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,10 +21,13 @@ from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.lowering import lower, make_geometry
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, counter_value, now_ns, wait_counter
-from shadowlane.ops.tiles import LoweredProgram, PrefillWorker
+from shadowlane.ops.table import LoweredProgram
 from shadowlane.ops.walker import walk
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.program import Program
+
+if TYPE_CHECKING:
+    from shadowlane.ops.tiles import PrefillWorker
 
 LOOK_UP_NS = 200_000_000  # an idle worker looks around this often
 DELAY_PERIOD_NS = 50_000_000  # how often a worker reads how long it was kept off its core
@@ -92,17 +97,13 @@ class CpuLane:
             self._arena.view(self._layout.abort, np.int32, 1)[0] = 1
 
     def _work(self, worker: int) -> None:
-        import torch
-
-        # Each product is one worker's; see ops/tiles.py. OpenMP keeps the number per thread.
-        torch.set_num_threads(1)
         pin_thread(self._cores[worker])
         layout, base = self._layout, self._arena.base
         abort, steps = base + layout.abort, base + layout.counter(STEP_COUNTER)
-        scratch = (
-            layout.worker_scratch[self.number] + worker * self._blueprint.scratch.worker_nbytes
+        seat = Seat(
+            worker,
+            layout.worker_scratch[self.number] + worker * self._blueprint.scratch.worker_nbytes,
         )
-        prefill = PrefillWorker(self._arena.memory, self._geometry, worker, scratch)
         spin = self._arena.view(layout.spins + 64 * self.number, np.int64, 1)
         delay = DelayReader(
             self._arena.view(layout.workers[self.number] + worker * t.WORKER_NBYTES, np.int64, 16)
@@ -130,23 +131,25 @@ class CpuLane:
             is_decode = header[t.PHASE] == t.DECODE
             if worker == 0:
                 with self._span(f"step {step} {'decode' if is_decode else 'prefill'}"):
-                    status = self._step(program, prefill, record, step, is_decode, int(spin[0]))
+                    status = self._step(program, seat, record, step, is_decode, int(spin[0]))
             else:
-                status = self._step(program, prefill, record, step, is_decode, int(spin[0]))
+                status = self._step(program, seat, record, step, is_decode, int(spin[0]))
             if status != WAIT_OK:
                 return
 
     def _step(
         self,
         program: LoweredProgram,
-        prefill: PrefillWorker,
+        seat: Seat,
         record: int,
         step: int,
         is_decode: bool,
         spin_ns: int,
     ) -> int:
         if not is_decode:
-            return prefill.run(program, record, step, spin_ns)
+            if seat.prefill is None:
+                seat.prefill = self._prefill_worker(seat)
+            return seat.prefill.run(program, record, step, spin_ns)
         base = self._arena.base
         return int(
             walk(
@@ -157,10 +160,30 @@ class CpuLane:
                 program.blocks,
                 base + record,
                 step,
-                prefill.worker,
-                prefill.scratch,
+                seat.worker,
+                base + seat.scratch,
             )
         )
+
+    def _prefill_worker(self, seat: Seat) -> PrefillWorker:
+        # NOTE: torch comes in with the first prefill step that needs it; by then a thread of the
+        # actor has usually imported it, while weights were loaded.
+        import torch
+
+        from shadowlane.ops.tiles import PrefillWorker
+
+        # Each product is one worker's; see ops/tiles.py. OpenMP keeps the number per thread.
+        torch.set_num_threads(1)
+        return PrefillWorker(self._arena.memory, self._geometry, seat.worker, seat.scratch)
+
+
+@dataclass(slots=True)
+class Seat:
+    """What one worker keeps from step to step."""
+
+    worker: int
+    scratch: int  # offset of its scratch in the arena
+    prefill: PrefillWorker | None = None  # made at its first prefill step
 
 
 class DelayReader:

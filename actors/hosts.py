@@ -10,15 +10,17 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from shadowlane.actors.arena import ArenaHandle, ArenaLayout
-from shadowlane.actors.blueprint import Blueprint
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.events import Command, EngineResumed, Event
 from shadowlane.planner.placement import Placement, Request
 from shadowlane.planner.profile import Profile
 from shadowlane.planner.shadow import PlannerState
+
+if TYPE_CHECKING:  # a process imports what its lane needs, and nothing before it must
+    from shadowlane.actors.arena import ArenaHandle, ArenaLayout
+    from shadowlane.actors.blueprint import Blueprint
 
 
 class LaneDied(Exception):
@@ -35,6 +37,19 @@ class Pending(Protocol):
     def result(self, timeout: float | None = None) -> Any:
         """The method's result. Raises TimeoutError, LaneDied, or what the method raised."""
         ...
+
+
+class Settled:
+    """A Pending whose result is there already."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self._value
 
 
 class Remote(Protocol):
@@ -68,10 +83,26 @@ class CpuLaneHost:
         self._span = span
         self._lane: Any = None
 
-    def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
-        """Map the arena and make ready."""
-        from shadowlane.actors.cpu_lane import CpuLane
+    def make_ready(self) -> None:
+        """Load what the lane runs, while the engine is still reading headers and planning."""
+        from shadowlane.ops.warm import warm_decode, warm_prefill
 
+        warm_decode()
+        warm_prefill()
+
+    def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
+        """Map the arena and make ready, so that no step waits for a compiler.
+
+        Where everything is in the cache of compiled code, torch may still be on its way.
+        """
+        from shadowlane.actors.cpu_lane import CpuLane
+        from shadowlane.ops.warm import is_warm, warm_decode, warm_layouts, warm_prefill
+
+        was_warm = is_warm()
+        warm_decode()
+        warm_layouts(source.layout for source in blueprint.sources)
+        if not was_warm:
+            warm_prefill()
         self._lane = CpuLane(self._number, self._cores, blueprint, layout, handle, self._span)
 
     def measure(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,6 +125,13 @@ class DiskLaneHost:
     def __init__(self, depth: int, direct: bool, prefetch: bool, span: Any = None) -> None:
         self._settings = {"depth": depth, "direct": direct, "prefetch": prefetch, "span": span}
         self._lane: Any = None
+
+    def make_ready(self) -> None:
+        """Load what the lane runs, while the engine is still reading headers and planning."""
+        from shadowlane.actors import disk_lane  # noqa: F401
+        from shadowlane.ops.warm import warm_counters
+
+        warm_counters()
 
     def open(
         self,
@@ -123,8 +161,13 @@ class DiskLaneHost:
 class PlannerHost:
     """The planner's state where events arrive and commands leave."""
 
-    def __init__(self) -> None:
-        self._state: PlannerState | None = None
+    def __init__(self, state: PlannerState | None = None) -> None:
+        """state: of a planner that moves here from another process."""
+        self._state = state
+
+    @property
+    def state(self) -> PlannerState | None:
+        return self._state
 
     def open(self, catalog: Catalog, request: Request, profile: Profile | None) -> None:
         self._state = PlannerState(catalog, request, profile)

@@ -7,9 +7,10 @@ that lasts as long as the lane, so that its steps show as spans in Ray's own tim
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -21,9 +22,14 @@ from shadowlane.actors.hosts import (
     Pending,
     PlannerHost,
     Remote,
+    Settled,
 )
-from shadowlane.actors.service import Chunk, Prompt, Service
-from shadowlane.ops.sampling import SamplingParams
+from shadowlane.actors.spec import Chunk, EngineSettings
+from shadowlane.planner.events import Command, Event, PublishPlacement, StepRetired
+
+if TYPE_CHECKING:
+    from shadowlane.actors.service import Prompt
+    from shadowlane.ops.sampling import SamplingParams
 
 LANE_THREADS = 4  # `run`, and calls beside it
 ENGINE_THREADS = 16  # requests that may be listened to at the same time
@@ -52,15 +58,30 @@ class CallByName:
 class CpuLaneActor(CpuLaneHost, CallByName):
     def __init__(self, number: int, cores: Sequence[int]) -> None:
         super().__init__(number, cores, ray_span)
+        _in_background(self.make_ready)
 
 
 class DiskLaneActor(DiskLaneHost, CallByName):
     def __init__(self, depth: int, direct: bool, prefetch: bool) -> None:
         super().__init__(depth, direct, prefetch, ray_span)
+        _in_background(self.make_ready)
 
 
 class PlannerActor(PlannerHost, CallByName):
     """The shadow planner: a millisecond away from everybody, so never on the path of a token."""
+
+    def handle(self, events: Sequence[Event]) -> list[Command]:
+        """As in any process; a new plan also shows on the planner's row of Ray's timeline."""
+        commands = super().handle(events)
+        for command in commands:
+            if isinstance(command, PublishPlacement):
+                with ray_span(f"plan {command.placement.placement_id}: {command.reason}"):
+                    pass
+        return commands
+
+
+def _in_background(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, daemon=True, name="make ready").start()
 
 
 class RayPending:
@@ -102,17 +123,68 @@ class RayRemote:
         ray.kill(self.actor)
 
 
+class MovingPlanner:
+    """The planner in the engine's own process until steps run, then in an actor of its own.
+
+    A model starts with one plan, which waits for nothing but this. So the planner's process comes
+    up when there is something to watch, and not while the first token is waited for.
+    """
+
+    name = "planner"
+
+    def __init__(self) -> None:
+        self._here: PlannerHost | None = PlannerHost()
+        self._there: Remote | None = None
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Pending:
+        if self._here is not None and self._is_before_steps(method, args):
+            return Settled(getattr(self._here, method)(*args, **kwargs))
+        return self._moved().call(method, *args, **kwargs)
+
+    def kill(self) -> None:
+        if self._there is not None:
+            self._there.kill()
+
+    def process_id(self) -> int:
+        return self._moved().process_id()
+
+    @staticmethod
+    def _is_before_steps(method: str, args: Sequence[Any]) -> bool:
+        if method == "handle":
+            return not any(isinstance(event, StepRetired) for event in args[0])
+        return method == "open"
+
+    def _moved(self) -> Remote:
+        if self._there is None:
+            assert self._here is not None, "a planner is in one place"
+            self._there = _start("planner", PlannerActor, self._here.state)
+            self._here = None
+        return self._there
+
+
 class RayHost:
     """Lanes as actors. They belong to the actor that starts them, and die with it."""
 
+    def __init__(self) -> None:
+        self._early: dict[tuple[Any, ...], Remote] = {}  # started before the engine asked
+
+    def start_early(self, settings: EngineSettings) -> None:
+        """Start the lanes that an engine of these settings will ask for."""
+        for number, cores in enumerate(settings.cores):
+            self._early["cpu", number, cores] = self.start_cpu(number, cores)
+        reading = settings.depth, settings.direct, settings.prefetch
+        self._early["disk", *reading] = self.start_disk(*reading)
+
     def start_cpu(self, number: int, cores: Sequence[int]) -> Remote:
-        return _start(f"cpu:{number}", CpuLaneActor, number, tuple(cores))
+        early = self._early.pop(("cpu", number, tuple(cores)), None)
+        return early or _start(f"cpu:{number}", CpuLaneActor, number, tuple(cores))
 
     def start_disk(self, depth: int, direct: bool, prefetch: bool) -> Remote:
-        return _start("disk:0", DiskLaneActor, depth, direct, prefetch)
+        early = self._early.pop(("disk", depth, direct, prefetch), None)
+        return early or _start("disk:0", DiskLaneActor, depth, direct, prefetch)
 
     def start_planner(self) -> Remote:
-        return _start("planner", PlannerActor)
+        return MovingPlanner()
 
 
 def _start(name: str, kind: type, *args: Any) -> Remote:
@@ -121,33 +193,31 @@ def _start(name: str, kind: type, *args: Any) -> Remote:
     return RayRemote(name, actor.remote(*args))
 
 
-class EngineActor(Service, CallByName):
+class EngineActor:
     """The engine and its service; the driver holds the only handle, so both end together."""
 
-    def __init__(self) -> None:
-        super().__init__(RayHost())
+    def __init__(self, settings: EngineSettings) -> None:
+        host = RayHost()
+        host.start_early(settings)
+        # NOTE: imported here, while the lanes' processes come up.
+        from shadowlane.actors.service import Service
+
+        self._service = Service(host)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Any method of the service by its name."""
+        return getattr(self._service, method)(*args, **kwargs)
 
     def stream_chunks(
         self, request: str, prompt: Prompt, params: SamplingParams
     ) -> Iterator[list[Chunk]]:
-        """Like `stream`, with all that is ready in one message: a message costs a millisecond.
+        """Chunks of an answer, all that are ready in one message: a message costs a millisecond.
 
         request: a name for `cancel`.
         """
-        sequence = self.submit(prompt, params)
-        self._named[request] = sequence
-        try:
-            while not sequence.is_heard:
-                chunks = [self.next_chunk(sequence)]
-                while not sequence.is_heard and not sequence.outputs.empty():
-                    chunks.append(self.next_chunk(sequence))
-                yield chunks
-        finally:
-            self._named.pop(request, None)
-            if not sequence.is_over:
-                self.engine.cancel(sequence)
+        yield from self._service.stream_chunks(request, prompt, params)
 
 
-def start_engine() -> Any:
-    """A handle on a new engine actor."""
-    return ray.remote(num_cpus=0, max_concurrency=ENGINE_THREADS)(EngineActor).remote()
+def start_engine(settings: EngineSettings) -> Any:
+    """A handle on a new engine actor; its lanes' processes start with it."""
+    return ray.remote(num_cpus=0, max_concurrency=ENGINE_THREADS)(EngineActor).remote(settings)

@@ -192,6 +192,23 @@ class Service:
             if not sequence.is_over:
                 self.engine.cancel(sequence)
 
+    def stream_chunks(
+        self, request: str, prompt: Prompt, params: SamplingParams
+    ) -> Iterator[list[Chunk]]:
+        """Like `stream`, with all that is ready in one list. request: a name for `cancel`."""
+        sequence = self.submit(prompt, params)
+        self._named[request] = sequence
+        try:
+            while not sequence.is_heard:
+                chunks = [self.next_chunk(sequence)]
+                while not sequence.is_heard and not sequence.outputs.empty():
+                    chunks.append(self.next_chunk(sequence))
+                yield chunks
+        finally:
+            self._named.pop(request, None)
+            if not sequence.is_over:
+                self.engine.cancel(sequence)
+
     def next_chunk(self, sequence: Sequence) -> Chunk:
         """The next piece. Raises EngineError if the request failed."""
         output = sequence.outputs.get()
