@@ -560,8 +560,8 @@ def walk(
         row = instructions[number]
         kind = row[t.KIND]
         num_items = row[t.ITEM_COUNT]
-        if kind == t.ATTENTION and not same_sequence:
-            num_items *= num_rows
+        if kind == t.ATTENTION:
+            num_items *= row[t.HEAD_SPLITS] * (1 if same_sequence else num_rows)
         elif kind == t.EMBED:
             num_items = 1
         began = now_ns()
