@@ -19,7 +19,7 @@ from shadowlane.ops.decoder import (
     read_decoder,
 )
 from shadowlane.ops.files import ModelFiles, TensorSource, open_model
-from shadowlane.ops.layouts import LAYOUTS
+from shadowlane.ops.layouts import LAYOUTS, quantised_nbytes
 from shadowlane.ops.table import MAX_BLOCK_ROWS, MAX_DECODE_ROWS
 from shadowlane.planner.catalog import Block, Catalog, Group
 
@@ -74,6 +74,7 @@ class ScratchPlan:
     logits: int  # f32 [logit rows, vocabulary]
     gather: int  # [R, embedding row]
     worker_input: int  # one worker's scratch: normalised inputs
+    worker_quantised: int  # the same for packed weights
     worker_output: int  # results of a chunk of rows
     worker_expand: int  # dot results and expanded rows; attention queries
     worker_scores: int
@@ -85,6 +86,7 @@ class ScratchPlan:
             whole_pages(size)
             for size in (
                 self.worker_input,
+                self.worker_quantised,
                 self.worker_output,
                 self.worker_expand,
                 self.worker_scores,
@@ -406,11 +408,18 @@ def _plan_scratch(
         logits=options.logit_rows * config.vocab_size * 4,
         gather=rows * gather_stride(embedding),
         worker_input=max(MAX_DECODE_ROWS, options.logit_rows) * config.hidden_size * 4,
+        worker_quantised=max(MAX_DECODE_ROWS, options.logit_rows) * quantised_stride(config),
         worker_output=2 * MAX_DECODE_ROWS * MAX_BLOCK_ROWS * 4,
         worker_expand=256 + max(4 * widest, (1 + grouped) * config.head_dim) * 4,
         worker_scores=grouped * context * 4,
         worker_tile=max(expanded, default=0),
     )
+
+
+def quantised_stride(config: DecoderConfig) -> int:
+    """Bytes between quantised inputs of the widest operator."""
+    heads_width = config.num_heads * config.head_dim
+    return quantised_nbytes(max(config.hidden_size, config.intermediate_size, heads_width))
 
 
 def gather_stride(embedding: TensorSource) -> int:

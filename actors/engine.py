@@ -333,8 +333,13 @@ class Engine:
         params: SamplingParams,
         text: TextSink | None = None,
         wants_logits: bool = False,
+        reuses_cache: bool = False,
     ) -> Sequence:
         """Queue a request. Its outputs come through `Sequence.outputs`.
+
+        reuses_cache: keys and values that the prompt shares with an earlier request need not be
+        computed again. They are what that request computed, in other chunks and so with other
+        rounding; without it, the same prompt always gives the same tokens.
 
         Raises ValueError for an empty prompt, an unknown id, or a prompt that leaves no room;
         EngineError if the engine has given up, or was closed.
@@ -351,7 +356,9 @@ class Engine:
         for token in prompt:
             if not 0 <= token < vocab:
                 raise ValueError(f"token ids must be between 0 and {vocab - 1}; got {token}")
-        sequence = Sequence(next(self._ids), prompt, params, self.eos_token_ids, text, wants_logits)
+        sequence = Sequence(
+            next(self._ids), prompt, params, self.eos_token_ids, text, wants_logits, reuses_cache
+        )
         with self._changed:
             if self._stopping or self.error is not None:
                 raise EngineError(self.error or CLOSED)
@@ -406,7 +413,7 @@ class Engine:
                 free.remove(slot)
                 kept = common_prefix(self._slots[slot], sequence.prompt)
                 # the last token must go through a step again: its logits are wanted
-                kept = 0 if sequence.wants_logits else min(kept, len(sequence.prompt) - 1)
+                kept = min(kept, len(sequence.prompt) - 1) if sequence.reuses_cache else 0
                 sequence.slot = slot
                 sequence.known = list(sequence.prompt[:kept])
                 sequence.pending = list(sequence.prompt[kept:])

@@ -12,10 +12,12 @@ from shadowlane.actors.blueprint import (
     UNIT_ROWS,
     Blueprint,
     gather_stride,
+    quantised_stride,
     whole_pages,
 )
 from shadowlane.ops import table as t
 from shadowlane.ops.decoder import GroupDescription
+from shadowlane.ops.dots import DIRECT_LAYOUTS
 from shadowlane.ops.expand import expand_row_address
 from shadowlane.ops.kernels import matvec_address
 from shadowlane.ops.layouts import LAYOUTS
@@ -49,6 +51,7 @@ def make_geometry(
     sizes = (
         plan.worker_expand,
         plan.worker_input,
+        plan.worker_quantised,
         plan.worker_output,
         plan.worker_scores,
         plan.worker_tile,
@@ -87,9 +90,11 @@ def make_geometry(
         t.SCRATCH: layout.worker_scratch[lane],
         t.SCRATCH_NBYTES: plan.worker_nbytes,
         t.SCRATCH_INPUT: starts[1],
-        t.SCRATCH_OUTPUT: starts[2],
-        t.SCRATCH_SCORES: starts[3],
-        t.SCRATCH_TILE: starts[4],
+        t.SCRATCH_QUANTISED: starts[2],
+        t.QUANTISED_NBYTES: quantised_stride(blueprint.config),
+        t.SCRATCH_OUTPUT: starts[3],
+        t.SCRATCH_SCORES: starts[4],
+        t.SCRATCH_TILE: starts[5],
         t.CONTEXT: blueprint.context_limit,
         t.RECORD_TOKENS: record["tokens"],
         t.RECORD_POSITIONS: record["positions"],
@@ -182,6 +187,7 @@ def _block_row(blueprint: Blueprint, index: int, home: int | None, ordinal: int)
         t.LAYOUT: LAYOUTS[source.layout].id,
         t.OPERATOR: matvec_address(source.layout),
         t.EXPAND: expand_row_address(source.layout),
+        t.IS_PACKED: int(source.layout not in DIRECT_LAYOUTS),
     }
     return tuple(columns[column] for column in range(t.BLOCK_COLUMNS))
 
@@ -199,6 +205,12 @@ def _fill(
     row[t.NORM_WEIGHT] = constants[group.norm] if group.norm else -1
     bias = group.parts[0].bias if group.parts else None
     row[t.BIAS] = constants[bias] if bias else -1
+    row[t.QUANTISES] = int(
+        any(
+            blueprint.sources[index].layout not in DIRECT_LAYOUTS
+            for index in blueprint.catalog.groups[row[t.GROUP]].blocks
+        )
+    )
     row[t.EPILOGUE] = t.ADD if group.kind in ("o", "down") else t.STORE
     buffers = {
         "embed": ("residual", "residual", "residual", "residual"),

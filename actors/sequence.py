@@ -60,6 +60,7 @@ class Sequence:
         eos: frozenset[int],
         text: TextSink | None,
         wants_logits: bool = False,
+        reuses_cache: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt = tuple(prompt)
@@ -68,6 +69,7 @@ class Sequence:
         self.sampler = Sampler(params, self.prompt)
         self.text = text
         self.wants_logits = wants_logits
+        self.reuses_cache = reuses_cache and not wants_logits
         self.outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
         self.timing = Timing()
         self.slot: int | None = None

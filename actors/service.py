@@ -178,7 +178,7 @@ class Service:
         if params.stop:
             self._need_tokenizer("a stop text")
         text = self._tokenizer.stream(params.stop) if self._tokenizer else None
-        sequence = self.engine.submit(ids, params, text)
+        sequence = self.engine.submit(ids, params, text, reuses_cache=_is_later_turn(prompt))
         self._last = sequence
         return sequence
 
@@ -338,6 +338,13 @@ class Service:
         return make_timeline(
             engine.blueprint.catalog, workers, engine.disk_spans(), list(engine.decisions)
         )
+
+
+def _is_later_turn(prompt: Prompt) -> bool:
+    """Whether a prompt goes on with a conversation, whose earlier turns may be in the KV cache."""
+    return not isinstance(prompt, str) and any(
+        isinstance(message, dict) and message.get("role") == "assistant" for message in prompt
+    )
 
 
 def bottleneck(lanes: dict[str, dict[str, Any]]) -> str:

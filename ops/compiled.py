@@ -50,6 +50,8 @@ def compiled_code_key() -> str:
         digest.update(str(source.relative_to(package)).encode() + b"\0")
         digest.update(hashlib.sha256(source.read_bytes()).digest())
     versions = (numba.__version__, llvmlite.__version__, platform.python_version())
+    # what changes the code that is generated, apart from the code that generates it
+    versions += (os.environ.get("SHADOWLANE_DOT", ""),)
     digest.update("\0".join((*versions, *target_features())).encode())
     return digest.hexdigest()[:24]
 

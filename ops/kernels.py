@@ -13,16 +13,25 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from shadowlane.ops.atomics import call_address, read_f32, write_f32
+from shadowlane.ops.atomics import read_f32, write_f32
 from shadowlane.ops.compiled import cfunc, njit
-from shadowlane.ops.dots import DIRECT_LAYOUTS, make_dot, make_weighted_sum
+from shadowlane.ops.dots import make_dot, make_weighted_sum
 from shadowlane.ops.layouts import LAYOUTS
+from shadowlane.ops.packed import make_packed_rows
 from shadowlane.ops.rows import rotate_halves, rotate_neighbours, scale_row
 
 _dot_1x1 = make_dot(1, 1)
 _dot_4x1 = make_dot(4, 1)
 _dot_4x2 = make_dot(4, 2)
 _dot_4x4 = make_dot(4, 4)
+_rows_q8_0 = make_packed_rows("q8_0")
+_rows_q4_0 = make_packed_rows("q4_0")
+_rows_q4_1 = make_packed_rows("q4_1")
+_rows_q5_0 = make_packed_rows("q5_0")
+_rows_q5_1 = make_packed_rows("q5_1")
+_rows_q4_K = make_packed_rows("q4_K")
+_rows_q5_K = make_packed_rows("q5_K")
+_rows_q6_K = make_packed_rows("q6_K")
 _sum_1, _sum_2, _sum_4 = make_weighted_sum(1), make_weighted_sum(2), make_weighted_sum(4)
 
 LAYOUT_F32 = LAYOUTS["f32"].id
@@ -118,7 +127,11 @@ def _matvec_direct(
         row += together
 
 
-def _matvec_expanded(
+# NOTE: numba caches compiled code by the place of a function in its file, so each packed format has
+# a function of its own, however alike they are.
+
+
+def _matvec_q8_0(
     layout,
     expand,
     weights,
@@ -132,36 +145,144 @@ def _matvec_expanded(
     y_stride,
     scratch,
 ):
-    """The same for packed rows: up to four at a time are expanded to float32, then multiplied."""
-    row = 0
-    rows = scratch + EXPAND_AT
-    while row < num_rows:
-        together = 4 if num_rows - row >= 4 else 1
-        for index in range(together):
-            call_address(
-                expand, (weights + (row + index) * row_nbytes, rows + index * cols * 4, cols)
-            )
-        _multiply_rows(
-            LAYOUT_F32,
-            rows,
-            cols * 4,
-            together,
-            cols,
-            x,
-            x_stride,
-            num_inputs,
-            y + 4 * row,
-            y_stride,
-            scratch,
-        )
-        row += together
+    _rows_q8_0(weights, row_nbytes, num_rows, cols, x, x_stride, num_inputs, y, y_stride)
+
+
+def _matvec_q4_0(
+    layout,
+    expand,
+    weights,
+    row_nbytes,
+    num_rows,
+    cols,
+    x,
+    x_stride,
+    num_inputs,
+    y,
+    y_stride,
+    scratch,
+):
+    _rows_q4_0(weights, row_nbytes, num_rows, cols, x, x_stride, num_inputs, y, y_stride)
+
+
+def _matvec_q4_1(
+    layout,
+    expand,
+    weights,
+    row_nbytes,
+    num_rows,
+    cols,
+    x,
+    x_stride,
+    num_inputs,
+    y,
+    y_stride,
+    scratch,
+):
+    _rows_q4_1(weights, row_nbytes, num_rows, cols, x, x_stride, num_inputs, y, y_stride)
+
+
+def _matvec_q5_0(
+    layout,
+    expand,
+    weights,
+    row_nbytes,
+    num_rows,
+    cols,
+    x,
+    x_stride,
+    num_inputs,
+    y,
+    y_stride,
+    scratch,
+):
+    _rows_q5_0(weights, row_nbytes, num_rows, cols, x, x_stride, num_inputs, y, y_stride)
+
+
+def _matvec_q5_1(
+    layout,
+    expand,
+    weights,
+    row_nbytes,
+    num_rows,
+    cols,
+    x,
+    x_stride,
+    num_inputs,
+    y,
+    y_stride,
+    scratch,
+):
+    _rows_q5_1(weights, row_nbytes, num_rows, cols, x, x_stride, num_inputs, y, y_stride)
+
+
+def _matvec_q4_K(
+    layout,
+    expand,
+    weights,
+    row_nbytes,
+    num_rows,
+    cols,
+    x,
+    x_stride,
+    num_inputs,
+    y,
+    y_stride,
+    scratch,
+):
+    _rows_q4_K(weights, row_nbytes, num_rows, cols, x, x_stride, num_inputs, y, y_stride)
+
+
+def _matvec_q5_K(
+    layout,
+    expand,
+    weights,
+    row_nbytes,
+    num_rows,
+    cols,
+    x,
+    x_stride,
+    num_inputs,
+    y,
+    y_stride,
+    scratch,
+):
+    _rows_q5_K(weights, row_nbytes, num_rows, cols, x, x_stride, num_inputs, y, y_stride)
+
+
+def _matvec_q6_K(
+    layout,
+    expand,
+    weights,
+    row_nbytes,
+    num_rows,
+    cols,
+    x,
+    x_stride,
+    num_inputs,
+    y,
+    y_stride,
+    scratch,
+):
+    _rows_q6_K(weights, row_nbytes, num_rows, cols, x, x_stride, num_inputs, y, y_stride)
+
+
+_MATVECS = {
+    "q8_0": _matvec_q8_0,
+    "q4_0": _matvec_q4_0,
+    "q4_1": _matvec_q4_1,
+    "q5_0": _matvec_q5_0,
+    "q5_1": _matvec_q5_1,
+    "q4_K": _matvec_q4_K,
+    "q5_K": _matvec_q5_K,
+    "q6_K": _matvec_q6_K,
+}
 
 
 @cache
 def matvec_address(layout: str) -> int:
     """Code address of the decode operator of a layout (compiled on first use, then cached)."""
-    function = _matvec_direct if layout in DIRECT_LAYOUTS else _matvec_expanded
-    return int(_compiled_matvec(function).address)
+    return int(_compiled_matvec(_MATVECS.get(layout, _matvec_direct)).address)
 
 
 @cache

@@ -17,10 +17,11 @@ class Layout:
     block_nbytes: int  # bytes of one such packed block
 
     def row_nbytes(self, cols: int) -> int:
-        """Bytes of one row of `cols` elements. Raises ValueError if `cols` is no whole number of blocks."""
+        """Bytes of one row of `cols` elements; ValueError if no whole number of blocks."""
         if cols % self.block_elements:
             raise ValueError(
-                f"a {self.name} row must hold a multiple of {self.block_elements} elements; got {cols}"
+                f"a {self.name} row must hold a multiple of {self.block_elements} elements; "
+                f"got {cols}"
             )
         return cols // self.block_elements * self.block_nbytes
 
@@ -41,3 +42,12 @@ LAYOUTS: dict[str, Layout] = {
         Layout("q6_K", 10, 256, 210),
     )
 }
+
+
+def quantised_nbytes(cols: int) -> int:
+    """Bytes of one activation row in the form that packed weights are multiplied with.
+
+    Signed bytes, and per 32 of them a float32 scale and a float32 sum; whole cache lines.
+    """
+    groups = -(-cols // 32)
+    return -(-groups * 40 // 64) * 64

@@ -60,7 +60,8 @@ BLOCK_ROWS: Final = 19  # EMBED: rows of each block of the table of embeddings
 GATHERED: Final = 20  # EMBED: 1 if rows may have to come through the gather buffer
 HEAD_SPLITS: Final = 21  # ATTENTION: decode items per KV head, each with its part of the queries
 ORDINAL: Final = 22  # this instruction's number in the lane's program: counter = base + ORDINAL + 1
-PEER_WAIT: Final = 23  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
+QUANTISES: Final = 23  # 1: some of its blocks are packed, so its inputs are quantised
+PEER_WAIT: Final = 24  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
 INSTRUCTION_COLUMNS: Final = PEER_WAIT + MAX_LANES
 
 # items[j, ...]
@@ -81,7 +82,8 @@ ROW_NBYTES: Final = 5
 LAYOUT: Final = 6
 OPERATOR: Final = 7  # code address: rows of this layout times float32 inputs
 EXPAND: Final = 8  # code address: one row to float32
-BLOCK_COLUMNS: Final = 9
+IS_PACKED: Final = 9  # 1: the operator takes quantised inputs, see `packed.py`
+BLOCK_COLUMNS: Final = 10
 
 # geometry[...]
 (
@@ -116,6 +118,8 @@ BLOCK_COLUMNS: Final = 9
     SCRATCH,  # SCRATCH_NBYTES per worker of this lane
     SCRATCH_NBYTES,
     SCRATCH_INPUT,  # normalised inputs, float32, in a worker's scratch
+    SCRATCH_QUANTISED,  # the same inputs quantised, QUANTISED_NBYTES apart; see `packed.py`
+    QUANTISED_NBYTES,
     SCRATCH_OUTPUT,  # two float32 [MAX_DECODE_ROWS, MAX_BLOCK_ROWS]
     SCRATCH_SCORES,  # float32 [heads per kv head, context]
     SCRATCH_TILE,  # an expanded tile in the compute type
@@ -130,7 +134,7 @@ BLOCK_COLUMNS: Final = 9
     MAX_PAGES,  # of one sequence
     COMPUTE_LAYOUT,  # id of the compute type
     GEOMETRY_FIELDS,
-) = range(45)
+) = range(47)
 
 # a step record begins with these int64
 STEP: Final = 0

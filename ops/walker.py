@@ -46,6 +46,7 @@ from shadowlane.ops.kernels import (
     rotate,
     weighted_sum,
 )
+from shadowlane.ops.packed import quantise_row
 from shadowlane.ops.rows import convert_row, divide_row, finish_row, silu_row, soften
 
 _matvec = njit(_matvec_direct)
@@ -176,9 +177,26 @@ def embed_row(base: int, geometry: Any, row: Any, blocks: Any, record: int, inde
 def prepare_input(
     base: int, geometry: Any, row: Any, record: int, num_rows: int, scratch: int
 ) -> int:
-    """Address of the float32 inputs of the decode rows: normalised into scratch where needed."""
-    if row[t.NORM_WEIGHT] < 0:
-        return base + row[t.INPUT]
+    """Address of the float32 inputs of the decode rows: normalised into scratch where needed.
+
+    Where blocks are packed, their quantised form is in scratch too.
+    """
+    prepared = base + row[t.INPUT]
+    if row[t.NORM_WEIGHT] >= 0:
+        prepared = normalise_input(base, geometry, row, record, num_rows, scratch)
+    if row[t.QUANTISES] != 0:
+        quantised = scratch + geometry[t.SCRATCH_QUANTISED]
+        for index in range(num_rows):
+            quantise_row(prepared + index * row[t.COLS] * 4, row[t.COLS], quantised)
+            quantised += geometry[t.QUANTISED_NBYTES]
+    return prepared
+
+
+@njit
+def normalise_input(
+    base: int, geometry: Any, row: Any, record: int, num_rows: int, scratch: int
+) -> int:
+    """RMS norm of the decode rows (of LM_HEAD: of those whose logits are wanted) in scratch."""
     cols = row[t.COLS]
     eps = read_f32(base + geometry[t.NORM_EPS])
     prepared = scratch + geometry[t.SCRATCH_INPUT]
@@ -200,18 +218,23 @@ def prepare_input(
 
 @njit
 def multiply_block(
+    geometry: Any,
     block: Any,
     address: int,
     row_in_block: int,
     num_rows: int,
     cols: int,
     x: int,
+    first_input: int,
     inputs: int,
     y: int,
     y_stride: int,
     scratch: int,
 ) -> None:
-    """Rows of one block times float32 inputs, by the operator of the block's layout."""
+    """Rows of one block times prepared inputs from `first_input`, by the operator of its layout."""
+    stride = cols * 4
+    if block[t.IS_PACKED] != 0:
+        x, stride = scratch + geometry[t.SCRATCH_QUANTISED], geometry[t.QUANTISED_NBYTES]
     call_address(
         block[t.OPERATOR],
         (
@@ -221,8 +244,8 @@ def multiply_block(
             block[t.ROW_NBYTES],
             num_rows,
             cols,
-            x,
-            cols * 4,
+            x + first_input * stride,
+            stride,
             inputs,
             y,
             y_stride,
@@ -254,12 +277,14 @@ def linear_item(
     while done < inputs:  # LM_HEAD may have more rows than fit one pass
         together = min(inputs - done, t.MAX_DECODE_ROWS)
         multiply_block(
+            geometry,
             block,
             address,
             item[t.ROW_IN_BLOCK],
             num_rows,
             cols,
-            x + done * cols * 4,
+            x,
+            done,
             together,
             result,
             stride,
@@ -292,24 +317,28 @@ def gate_up_item(
     ups = gates + t.MAX_DECODE_ROWS * stride
     gate_block, up_block = blocks[item[t.BLOCK]], blocks[item[t.SECOND_BLOCK]]
     multiply_block(
+        geometry,
         gate_block,
         block_address(base, geometry, gate_block, record),
         item[t.ROW_IN_BLOCK],
         num_rows,
         cols,
         x,
+        0,
         inputs,
         gates,
         stride,
         scratch,
     )
     multiply_block(
+        geometry,
         up_block,
         block_address(base, geometry, up_block, record),
         item[t.ROW_IN_BLOCK],
         num_rows,
         cols,
         x,
+        0,
         inputs,
         ups,
         stride,
