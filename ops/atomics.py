@@ -197,38 +197,46 @@ def reached(value: int, wanted: int) -> bool:
 
 
 @njit
+def wake_all(counter: int) -> None:
+    """Wake all sleepers without changing the counter, so that they look at the abort word."""
+    add32(counter + WAKES, types.int32(1))
+    _syscall(SYS_FUTEX, counter + WAKES, FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
+
+
+@njit
 def publish(counter: int, value: int) -> None:
     """Set a counter (one writer at a time); wake its sleepers if one of them wants that value."""
     swap32(counter, types.int32(value))
     if load32(counter + SLEEPERS) == 0:
         return
     nearest = swap32(counter + NEAREST, types.int32(value + FAR))
-    if reached(types.int32(value), nearest):
-        add32(counter + WAKES, types.int32(1))
-        _syscall(SYS_FUTEX, counter + WAKES, FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
-    else:
-        _want(counter, nearest)
+    if not reached(types.int32(value), nearest):
+        _want(counter, nearest, 0)
+        # NOTE: while the wish was in our hands the next value may have been published, by another
+        # worker of the team, who did not see it.
+        if not reached(load32(counter), nearest):
+            return
+    wake_all(counter)
 
 
 @njit
-def _want(counter: int, wanted: int) -> None:
-    """Note that a sleeper waits for `wanted`; the nearest of all such values is kept."""
+def _want(counter: int, wanted: int, num_own: int) -> None:
+    """Note that a sleeper waits for `wanted`; the nearest of all such values is kept.
+
+    num_own: 1 if the caller counts among the sleepers itself.
+    """
     while True:
         noted = load32(counter + NEAREST)
         value = load32(counter)
         distance = types.int32(noted - value)
-        # NOTE: what was noted may be behind the counter by now: then it is nobody's wish any more.
         if 0 < distance <= types.int32(wanted - value):
             return
         if compare_swap32(counter + NEAREST, noted, types.int32(wanted)):
+            # NOTE: a wish that has come true may be one whose publisher has yet to look for it, and
+            # will find ours in its place: its sleeper is woken here.
+            if distance <= 0 and load32(counter + SLEEPERS) > num_own:
+                wake_all(counter)
             return
-
-
-@njit
-def wake_all(counter: int) -> None:
-    """Wake all sleepers without changing the counter, so that they look at the abort word."""
-    add32(counter + WAKES, types.int32(1))
-    _syscall(SYS_FUTEX, counter + WAKES, FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
 
 
 @njit
@@ -256,7 +264,7 @@ def wait_counter(counter: int, wanted: int, abort: int, spin_ns: int, timeout_ns
             return WAIT_ABORTED
         add32(counter + SLEEPERS, types.int32(1))
         wakes = load32(counter + WAKES)
-        _want(counter, wanted)
+        _want(counter, wanted, 1)
         if not reached(load32(counter), wanted):
             write_i64(pause, types.int64(0))
             write_i64(pause + 8, types.int64(SLEEP_NS))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 
@@ -22,6 +24,7 @@ from shadowlane.ops.atomics import (
     reached,
     wait_counter,
     wake_all,
+    write_i64,
 )
 from shadowlane.ops.compiled import njit
 
@@ -37,6 +40,10 @@ class Words:
 
     def __getitem__(self, number: int) -> int:
         return self._start + 128 * number
+
+    def store(self, number: int, value: int) -> None:
+        """Write a word and wake nobody."""
+        self.memory.view(np.int32)[(self[number] - self.memory.ctypes.data) // 4] = value
 
     def sleepers(self, number: int) -> int:
         return counter_value(self[number] + 4)
@@ -73,6 +80,13 @@ def run_threads(*functions: Callable[[], Any]) -> list[Any]:
     if failures:
         raise failures[0]
     return results
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    ended = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < ended, "what was waited for did not happen"
+        time.sleep(0)
 
 
 # -- counters
@@ -134,7 +148,26 @@ def test_the_clock_is_the_monotonic_one() -> None:
     assert before <= now <= time.monotonic_ns()
 
 
-@njit
+@numba.njit(nogil=True)
+def write_long_pause(address: int, value: int) -> None:
+    """In the place of both writes of the timespec (0 s, 2 ms): 20 s."""
+    write_i64(address, 20 if value == 0 else 0)
+
+
+# A sleeper looks again after 2 ms by itself, which hides lost wake-ups. This one trusts them.
+patient_wait = numba.njit(nogil=True, error_model="numpy")(
+    FunctionType(
+        wait_counter.py_func.__code__,
+        {**wait_counter.py_func.__globals__, "write_i64": write_long_pause},
+    )
+)
+ROUNDS = 200
+BEFORE_THE_WRAP = 2**32 - ROUNDS // 2
+HAMMER_S = 1.5  # so many rounds as a busy machine may take for that long
+GIVE_UP_NS = 10 * 10**9
+
+
+@numba.njit(nogil=True)
 def bounce(
     mine: int, theirs: int, abort: int, start: int, rounds: int, spin_ns: int, leads: int
 ) -> int:
@@ -142,27 +175,101 @@ def bounce(
     for number in range(1, rounds + 1):
         if leads != 0:
             publish(mine, start + number)
-        if wait_counter(theirs, start + number, abort, spin_ns, 60_000_000_000) != 0:
+        if patient_wait(theirs, start + number, abort, spin_ns, GIVE_UP_NS) != 0:
             return number
         if leads == 0:
             publish(mine, start + number)
     return 0
 
 
-@pytest.mark.parametrize("spin_ns", [0, 3_000, 50_000])
-def test_no_wake_up_is_lost(words: Words, spin_ns: int) -> None:
-    """A lost one costs the 2 ms after which a sleeper looks again: 20 000 would take 40 s."""
-    rounds, start = 20_000, 2**32 - 10_000  # past the wrap half way
-    publish(words[0], start)
-    publish(words[1], start)
-    began = time.monotonic()
-    results = run_threads(
-        lambda: bounce(words[0], words[1], words[ABORT], start, rounds, spin_ns, 1),
-        lambda: bounce(words[1], words[0], words[ABORT], start, rounds, spin_ns, 0),
+@numba.njit(nogil=True)
+def take_turns(
+    counter: int, seen: int, abort: int, start: int, rounds: int, first: int, every: int
+) -> int:
+    """One of two workers who publish the same counter in turn; they wait for who watches it."""
+    for number in range(first, rounds + 1, 2):
+        if patient_wait(counter, start + number - 1, abort, 0, GIVE_UP_NS) != 0:
+            return number
+        asks = number % every == 1 and number > every
+        if asks and patient_wait(seen, start + number - 1, abort, 0, GIVE_UP_NS) != 0:
+            return -number
+        publish(counter, start + number)
+    return 0
+
+
+@numba.njit(nogil=True)
+def watch(counter: int, seen: int, abort: int, start: int, rounds: int, every: int) -> int:
+    """Wait for every so many values, and say so."""
+    for number in range(every, rounds + 1, every):
+        if patient_wait(counter, start + number, abort, 0, GIVE_UP_NS) != 0:
+            return number
+        publish(seen, start + number)
+    return 0
+
+
+def hammer(words: Words, *functions: Callable[[int], int]) -> None:
+    """Run functions of a first value side by side, again and again, always over the wrap."""
+    ended = time.monotonic() + HAMMER_S
+    while time.monotonic() < ended:
+        for number in range(3):
+            publish(words[number], BEFORE_THE_WRAP)
+        results = run_threads(
+            *(lambda function=function: function(BEFORE_THE_WRAP) for function in functions)
+        )
+        assert results == [0] * len(functions)
+        assert all(words.sleepers(number) == 0 for number in range(3))
+
+
+@pytest.mark.parametrize("spin_ns", [0, 3_000])
+def test_no_wake_up_is_lost_between_two(words: Words, spin_ns: int) -> None:
+    one, other, abort = words[0], words[1], words[ABORT]
+    hammer(
+        words,
+        lambda start: bounce(one, other, abort, start, ROUNDS, spin_ns, 1),
+        lambda start: bounce(other, one, abort, start, ROUNDS, spin_ns, 0),
     )
-    assert results == [0, 0]
-    assert time.monotonic() - began < 20
-    assert words.sleepers(0) == words.sleepers(1) == 0
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_no_wake_up_is_lost_where_sleepers_want_different_values(words: Words, every: int) -> None:
+    """As in a step: workers wait for the next instruction, and others for one further on."""
+    counter, seen, other, abort = words[0], words[1], words[2], words[ABORT]
+    hammer(
+        words,
+        lambda start: take_turns(counter, seen, abort, start, ROUNDS, 1, every),
+        lambda start: take_turns(counter, seen, abort, start, ROUNDS, 2, every),
+        lambda start: watch(counter, seen, abort, start, ROUNDS, every),
+        lambda start: watch(counter, other, abort, start, ROUNDS, 3),
+    )
+
+
+def test_a_new_sleeper_does_not_hide_the_wish_of_another(words: Words) -> None:
+    """It comes between a publisher's store and its look at who sleeps, and wants a later value."""
+    ended = []
+
+    def sleep_until(value: int) -> Callable[[], int]:
+        def sleep() -> int:
+            status = patient_wait(words[0], value, words[ABORT], 0, GIVE_UP_NS)
+            ended.append(value)
+            return int(status)
+
+        return sleep
+
+    def interleave() -> None:
+        wait_until(lambda: words.sleepers(0) == 1)
+        time.sleep(0.05)  # the first one is in the system call now, as good as surely
+        words.store(0, 1)  # a publisher's first half
+        second = threading.Thread(target=sleep_until(5), daemon=True)
+        second.start()
+        wait_until(lambda: words.sleepers(0) == 2 or ended == [1])
+        time.sleep(0.05)
+        publish(words[0], 1)  # and its second
+        wait_until(lambda: ended == [1])
+        publish(words[0], 5)
+        second.join(90)
+
+    assert run_threads(sleep_until(1), interleave) == [WAIT_OK, None]
+    assert ended == [1, 5]
 
 
 def test_one_publisher_wakes_many(words: Words) -> None:
