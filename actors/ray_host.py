@@ -7,8 +7,9 @@ that lasts as long as the lane, so that its steps show as spans in Ray's own tim
 from __future__ import annotations
 
 import os
+import select
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,16 @@ from shadowlane.actors.hosts import (
     Remote,
     Settled,
 )
-from shadowlane.actors.spec import Chunk, EngineSettings
+from shadowlane.actors.spec import Chunk, EngineSettings, ServiceSpec
 from shadowlane.planner.events import Command, Event, PublishPlacement, StepRetired
 
 if TYPE_CHECKING:
+    from shadowlane.actors.arena import ArenaHandle, ArenaLayout
+    from shadowlane.actors.blueprint import Blueprint
     from shadowlane.actors.service import Prompt
     from shadowlane.ops.sampling import SamplingParams
 
+LaneKey = tuple[Any, ...]  # "cpu" or "disk", and what the lane was started with
 LANE_THREADS = 4  # `run`, and calls beside it
 ENGINE_THREADS = 16  # requests that may be listened to at the same time
 
@@ -60,11 +64,25 @@ class CpuLaneActor(CpuLaneHost, CallByName):
         super().__init__(number, cores, ray_span)
         _in_background(self.make_ready)
 
+    def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
+        end_with(handle.pid)
+        super().open(blueprint, layout, handle)
+
 
 class DiskLaneActor(DiskLaneHost, CallByName):
     def __init__(self, depth: int, direct: bool, prefetch: bool) -> None:
         super().__init__(depth, direct, prefetch, ray_span)
         _in_background(self.make_ready)
+
+    def open(
+        self,
+        blueprint: Blueprint,
+        layout: ArenaLayout,
+        handle: ArenaHandle,
+        stamps: Sequence[object],
+    ) -> None:
+        end_with(handle.pid)
+        super().open(blueprint, layout, handle, stamps)
 
 
 class PlannerActor(PlannerHost, CallByName):
@@ -81,7 +99,28 @@ class PlannerActor(PlannerHost, CallByName):
 
 
 def _in_background(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, daemon=True, name="make ready").start()
+    threading.Thread(target=work, daemon=True).start()
+
+
+def end_with(process_id: int) -> None:
+    """End this process when that one, of the engine, does: without it nobody would stop a lane.
+
+    A lane's actor belongs to the driver, which may live on without its engine.
+    """
+    try:
+        descriptor = os.pidfd_open(process_id)
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # a kernel before 5.3: the driver's end has to do
+        return
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll()
+        os._exit(1)
+
+    _in_background(wait)
 
 
 class RayPending:
@@ -157,52 +196,63 @@ class MovingPlanner:
     def _moved(self) -> Remote:
         if self._there is None:
             assert self._here is not None, "a planner is in one place"
-            self._there = _start("planner", PlannerActor, self._here.state)
+            self._there = RayRemote("planner", start_actor(PlannerActor, self._here.state))
             self._here = None
         return self._there
 
 
 class RayHost:
-    """Lanes as actors. They belong to the actor that starts them, and die with it."""
+    """Lanes as actors."""
 
     def __init__(self) -> None:
-        self._early: dict[tuple[Any, ...], Remote] = {}  # started before the engine asked
+        self._early: dict[LaneKey, Any] = {}
 
-    def start_early(self, settings: EngineSettings) -> None:
-        """Start the lanes that an engine of these settings will ask for."""
-        for number, cores in enumerate(settings.cores):
-            self._early["cpu", number, cores] = self.start_cpu(number, cores)
-        reading = settings.depth, settings.direct, settings.prefetch
-        self._early["disk", *reading] = self.start_disk(*reading)
+    def use(self, lanes: Mapping[LaneKey, Any]) -> None:
+        """Take these, started earlier, when the engine asks for lanes."""
+        self._early.update(lanes)
 
     def start_cpu(self, number: int, cores: Sequence[int]) -> Remote:
         early = self._early.pop(("cpu", number, tuple(cores)), None)
-        return early or _start(f"cpu:{number}", CpuLaneActor, number, tuple(cores))
+        return RayRemote(f"cpu:{number}", early or start_actor(CpuLaneActor, number, tuple(cores)))
 
     def start_disk(self, depth: int, direct: bool, prefetch: bool) -> Remote:
         early = self._early.pop(("disk", depth, direct, prefetch), None)
-        return early or _start("disk:0", DiskLaneActor, depth, direct, prefetch)
+        return RayRemote("disk:0", early or start_actor(DiskLaneActor, depth, direct, prefetch))
 
     def start_planner(self) -> Remote:
         return MovingPlanner()
 
 
-def _start(name: str, kind: type, *args: Any) -> Remote:
+def start_actor(kind: type, *args: Any) -> Any:
     # NOTE: num_cpus=0, since lanes are pinned by us and Ray's count knows nothing of it.
-    actor = ray.remote(num_cpus=0, max_concurrency=LANE_THREADS)(kind)
-    return RayRemote(name, actor.remote(*args))
+    return ray.remote(num_cpus=0, max_concurrency=LANE_THREADS)(kind).remote(*args)
+
+
+def start_lanes(settings: EngineSettings) -> dict[LaneKey, Any]:
+    """Actors of the lanes that an engine of these settings will ask for."""
+    lanes: dict[LaneKey, Any] = {
+        ("cpu", number, cores): start_actor(CpuLaneActor, number, cores)
+        for number, cores in enumerate(settings.cores)
+    }
+    reading = settings.depth, settings.direct, settings.prefetch
+    lanes["disk", *reading] = start_actor(DiskLaneActor, *reading)
+    return lanes
 
 
 class EngineActor:
     """The engine and its service; the driver holds the only handle, so both end together."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        host = RayHost()
-        host.start_early(settings)
-        # NOTE: imported here, while the lanes' processes come up.
+    def __init__(self) -> None:
+        # NOTE: imported here, in this process only: whoever starts an engine need not pay for it.
         from shadowlane.actors.service import Service
 
-        self._service = Service(host)
+        self._host = RayHost()
+        self._service = Service(self._host)
+
+    def start(self, spec: ServiceSpec, lanes: Mapping[LaneKey, Any]) -> dict[str, Any]:
+        """Load the model with these lanes; see `Service.start`."""
+        self._host.use(lanes)
+        return self._service.start(spec)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Any method of the service by its name."""
@@ -218,6 +268,11 @@ class EngineActor:
         yield from self._service.stream_chunks(request, prompt, params)
 
 
-def start_engine(settings: EngineSettings) -> Any:
-    """A handle on a new engine actor; its lanes' processes start with it."""
-    return ray.remote(num_cpus=0, max_concurrency=ENGINE_THREADS)(EngineActor).remote(settings)
+def start_engine(spec: ServiceSpec) -> tuple[Any, Any]:
+    """A new engine's actor, and a reference to what its `start` will return.
+
+    The processes of engine and lanes come up side by side, from here and not from the engine: that
+    is half a second on the way to the first token.
+    """
+    engine = ray.remote(num_cpus=0, max_concurrency=ENGINE_THREADS)(EngineActor).remote()
+    return engine, engine.start.remote(spec, start_lanes(spec.settings))

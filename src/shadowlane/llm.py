@@ -46,8 +46,8 @@ class LLM:
     cpu_workers: number of compute lanes they form. ctx_size: tokens of context, kept as asked or
     refused; None: up to 4096, less where RAM is short. max_batch: requests that may share a step.
     logit_rows: rows that `logits` gets per step (more cost scratch). progress: told the stage.
-    replan=False keeps the first plan; shares fixes the rows of each compute lane; spin_us is how long
-    a wait spins before it sleeps: for experiments, the planner chooses all three.
+    For experiments (the planner chooses otherwise): replan=False keeps the first plan, shares fixes
+    the rows of each compute lane, spin_us is how long a wait spins before it sleeps.
 
     Joins a running Ray cluster, or starts one of its own for as long as it lives.
     Raises ValueError, shadowlane.ops.errors.ModelError or OSError, each with one line that says
@@ -107,10 +107,10 @@ class LLM:
             from shadowlane.actors.ray_host import start_engine
 
             tell("starting the engine", None)
-            self._engine = start_engine(spec.settings)
             if not self._cluster.is_ours:
                 spec = fit_cluster(spec, is_asked=ram is not None)
-            self._about = self._wait(self._engine.call.remote("start", spec), tell)
+            self._engine, starting = start_engine(spec)
+            self._about = self._wait(starting, tell)
         except BaseException:
             self.close()
             raise
