@@ -1,7 +1,8 @@
 """How a packed block becomes vectors of 32 small bytes, a scale and an offset.
 
 One entry per format. The weights of a part are `scale * byte + offset`; block layouts are those of
-ggml (`ggml-common.h`). Written as LLVM vectors that are read at any byte address; `packed.py` multiplies them.
+ggml (`ggml-common.h`). Written as LLVM vectors that are read at any byte address; `packed.py`
+multiplies them.
 """
 
 from __future__ import annotations

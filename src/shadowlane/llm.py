@@ -226,6 +226,14 @@ class LLM:
         """Speeds, bytes per tier and lane use of the newest request."""
         return self._call("stats")  # type: ignore[no-any-return]
 
+    @property
+    def dashboard(self) -> tuple[str, str | None] | None:
+        """(address, token it asks for) of Ray's dashboard; None where the cluster has none."""
+        from shadowlane.actors.cluster import auth_token, dashboard_url
+
+        url = dashboard_url()
+        return None if url is None else (url, auth_token())
+
     def write_timeline(self, path: str | Path) -> None:
         """The newest steps of every lane, for https://ui.perfetto.dev."""
         Path(path).write_text(json.dumps(self._call("timeline")))
