@@ -2,9 +2,9 @@
 
 Activations are quantised once per input to signed bytes, 32 to a scale, with the sum of each 32
 beside them, so that an offset in the weights costs one multiplication per block. A format
-(`formats.py`) says how a block of its bytes becomes vectors of 32 small bytes with a scale and an offset; all else is
-shared. The byte dot product is the one thing that differs between processors: `vpdpbusd`
-where there is VNNI, two multiply-adds with AVX2, plain integer arithmetic elsewhere.
+(`formats.py`) says how a block of its bytes becomes vectors of 32 small bytes with a scale and an
+offset; all else is shared. The byte dot product is the one thing that differs between processors:
+`vpdpbusd` where there is VNNI, two multiply-adds with AVX2, plain integer arithmetic elsewhere.
 
 The order of additions is fixed: one float32 accumulator of eight lanes per (row, input), blocks in
 their order, lanes added in halves at the end. Neither batch nor chunking changes a bit, and the

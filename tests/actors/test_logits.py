@@ -219,16 +219,18 @@ def test_gguf_equals_transformers_with_the_same_weights(
     path, twin = write_twins(tiny_model("llama2"), tmp_path, gguf.GGMLQuantizationType[kind])
     tokens = tiny_tokens(NUM_TOKENS)
     for chunk in (64, 8):
-        # decode rows, and the rows whose logits are wanted, meet packed weights as bytes: up to
-        # 1/254 of the largest of 32 inputs is lost
-        tolerance = TOLERANCE if kind in ("F32", "BF16") else 0.1
         options = Options(dtype="float32", logit_rows=chunk, prefill_chunk=64)
         with running(path, options=options) as engine:
-            assert_close(
-                engine.logits(tokens),
-                reference_logits(twin, tokens, cut_evenly(NUM_TOKENS, chunk)),
-                tolerance,
-            )
+            ours = engine.logits(tokens)
+        theirs = reference_logits(twin, tokens, cut_evenly(NUM_TOKENS, chunk))
+        if kind in ("F32", "BF16"):
+            assert_close(ours, theirs)
+        else:
+            # Decode rows, and rows whose logits are wanted, meet packed weights as signed bytes:
+            # each input loses up to 1/254 of the largest of 32. That is noise, not a shift.
+            error = ours - theirs
+            assert np.sqrt((error**2).mean()) <= 0.05 * theirs.std()
+            assert abs(error.mean()) <= 0.002 * theirs.std()
 
 
 # -- limits
