@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -28,7 +29,7 @@ CLUSTER_ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",  # the plan bounds memory; the monitor would kill lanes
     "RAY_task_events_max_num_profile_events_per_task": "100000",  # a lane is one long task
     "RAY_task_events_max_num_profile_events_buffer_on_worker": "200000",
-    "RAY_AUTH_MODE": "disabled",  # it listens on loopback; no token file in the user's home
+    "RAY_AUTH_MODE": "token",  # NOTE: Ray listens on all interfaces, whatever it is told
 }
 OBJECT_STORE_NBYTES = 80 << 20  # handles and texts only; Ray's least is 75 MiB
 DEFAULT_SHM = Path("/dev/shm")
@@ -106,6 +107,8 @@ def join_cluster(address: str | None, *, dashboard: bool = False) -> Cluster:
     environment = dict(CLIENT_ENVIRONMENT)
     if address is None:
         environment.update(CLUSTER_ENVIRONMENT)
+        if not _has_token():  # one of our own then, which is written nowhere
+            environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     elif _has_token():
         # What `ray.init` does for a cluster it finds by itself. One without tokens ignores it.
         environment["RAY_AUTH_MODE"] = "token"
@@ -141,7 +144,6 @@ def join_cluster(address: str | None, *, dashboard: bool = False) -> Cluster:
                 include_dashboard=dashboard,
                 dashboard_host="127.0.0.1",
                 object_store_memory=OBJECT_STORE_NBYTES,
-                _node_ip_address="127.0.0.1",  # listens to this machine only
                 _temp_dir=str(cluster.directory),
                 **options,
                 **quiet,
@@ -160,6 +162,13 @@ def dashboard_url() -> str | None:
     return f"http://{url}" if url else None
 
 
+def auth_token() -> str | None:
+    """What the dashboard asks for; None on a cluster that asks for nothing."""
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        return None
+    return os.environ.get("RAY_AUTH_TOKEN") or _token_file().read_text().strip()
+
+
 def _takes_connections(address: str) -> bool:
     """Whether anybody listens there; asking Ray of an address where nobody does takes it 20 s."""
     host, _, port = address.rpartition(":")
@@ -173,10 +182,11 @@ def _takes_connections(address: str) -> bool:
 
 
 def _has_token() -> bool:
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return True
-    kept = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
-    return Path(kept).expanduser().is_file()
+    return bool(os.environ.get("RAY_AUTH_TOKEN")) or _token_file().is_file()
+
+
+def _token_file() -> Path:
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
 
 
 def _session_parent() -> Path:
