@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from shadowlane.actors.blueprint import PAGE, Blueprint, whole_pages
 from shadowlane.ops import table as t
 from shadowlane.planner.placement import Placement
+from shadowlane.sizes import FreeRam, format_size, free_ram
 
 DISK_COUNTER = t.MAX_LANES  # counters 0..MAX_LANES-1 are the compute lanes'
 GATHER_COUNTER = t.MAX_LANES + 1
@@ -43,6 +45,8 @@ class Arena:
 
     def __init__(self, descriptor: int, nbytes: int, handle: ArenaHandle) -> None:
         self._descriptor = descriptor
+        # A lane that is opened again has no use for its old arena, and nobody to close it.
+        self._closing = weakref.finalize(self, os.close, descriptor)
         self._mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
         self.handle = handle
         self.memory = np.frombuffer(self._mapping, np.uint8)
@@ -81,9 +85,20 @@ class Arena:
 
     def close(self) -> None:
         """Close the descriptor; the mapping goes when the last array that views it goes."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._closing()
+
+
+def check_room(nbytes: int, free: FreeRam | None = None) -> None:
+    """Raise MemoryError if so many bytes are not free now, here or in our control group.
+
+    The system grants an arena of any size, and kills whoever touches a page that it has not got.
+    """
+    free = free_ram() if free is None else free
+    if nbytes > free.free_nbytes:
+        raise MemoryError(
+            f"the plan needs {format_size(nbytes)} of RAM; {free.source} leaves "
+            f"{format_size(free.free_nbytes)} (a smaller --ram streams more from disk)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -125,7 +127,7 @@ def join_cluster(address: str | None, *, dashboard: bool = False) -> Cluster:
     }
     if address is not None:
         try:
-            with _deaths_untold():
+            with _quiet_connection():
                 ray.init(address=address, **quiet)
         except Exception as error:  # Ray raises many kinds
             why = first_line(error)
@@ -137,7 +139,7 @@ def join_cluster(address: str | None, *, dashboard: bool = False) -> Cluster:
     if _free_nbytes(DEFAULT_SHM) < 2 * OBJECT_STORE_NBYTES:
         options["_plasma_directory"] = tempfile.gettempdir()
     try:
-        with _deaths_untold():
+        with _quiet_connection():
             ray.init(
                 address="local",
                 num_cpus=PROCESSES,  # not a share of the machine: lanes are pinned by us
@@ -213,23 +215,26 @@ def remove_stale_sessions() -> None:
 
 
 @contextmanager
-def _deaths_untold() -> Iterator[None]:
-    """Keep Ray from printing each death of a worker to standard output, where our text goes.
+def _quiet_connection() -> Iterator[None]:
+    """Keep Ray from printing each death of a worker to standard output, where our text goes, and
+    from taking SIGTERM away from a program that handles it.
 
-    Ray listens for them in a thread of the driver and has no setting for it. Who dies is told by
-    the request that it fails.
+    Ray listens for deaths in a thread of the driver and has no setting for it. Who dies is told by
+    the request that it fails. Its handler of SIGTERM prints a stack and exits with 15.
     """
     from ray._private import worker
 
     listen = getattr(worker, "listen_error_messages", None)
-    if listen is None:  # private to Ray: a page of its words is no reason to fail
-        yield
-        return
-    worker.listen_error_messages = lambda *_: None
+    handler = signal.getsignal(signal.SIGTERM)
+    if listen is not None:  # private to Ray: a page of its words is no reason to fail
+        worker.listen_error_messages = lambda *_: None
     try:
         yield
     finally:
-        worker.listen_error_messages = listen
+        if listen is not None:
+            worker.listen_error_messages = listen
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def first_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -397,11 +398,12 @@ class ModelFile:
     def __init__(self, path: str, direct: bool) -> None:
         self.path = path
         self.direct = direct
-        self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._closing: list[Callable[[], object]] = []
+        self._buffered = self._open(os.O_RDONLY)
         self._descriptor = self._buffered
         if direct:
             try:
-                self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                self._descriptor = self._open(os.O_RDONLY | os.O_DIRECT)
                 self._probe()
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
@@ -410,9 +412,14 @@ class ModelFile:
                 self._descriptor = self._buffered
 
     def close(self) -> None:
-        """Close the descriptors; no read may be under way."""
-        for descriptor in {self._descriptor, self._buffered}:
-            os.close(descriptor)
+        """Close the descriptors, as happens with the last reference; no read may be under way."""
+        for closing in self._closing:
+            closing()
+
+    def _open(self, flags: int) -> int:
+        descriptor = os.open(self.path, flags | os.O_CLOEXEC)
+        self._closing.append(weakref.finalize(self, os.close, descriptor))
+        return descriptor
 
     def _probe(self) -> None:
         """Some file systems accept the flag and refuse the read."""
@@ -429,7 +436,10 @@ class ModelFile:
             # NOTE: after a short read the rest begins again at a page, as direct reads must.
             done -= done % PAGE
             target = memoryview(memory[home + done : home + source.held_nbytes])
-            count = os.preadv(self._descriptor, [target], start + done)
+            try:
+                count = os.preadv(self._descriptor, [target], start + done)
+            except OSError as error:
+                raise named(error, self.path) from error
             if done + count < wanted and count < PAGE:
                 raise ValueError(
                     f"{self.path}: must hold {source.nbytes} bytes at {source.offset}; "
@@ -442,7 +452,15 @@ class ModelFile:
 
     def read_small(self, offset: int, nbytes: int) -> bytes:
         """A few bytes through the page cache, which keeps the rows of common tokens."""
-        data = os.pread(self._buffered, nbytes, offset)
+        try:
+            data = os.pread(self._buffered, nbytes, offset)
+        except OSError as error:
+            raise named(error, self.path) from error
         if len(data) != nbytes:
             raise ValueError(f"{self.path}: must hold {nbytes} bytes at {offset}; it ends early")
         return data
+
+
+def named(error: OSError, path: str) -> OSError:
+    """The same error with the file it is about."""
+    return OSError(error.errno, error.strerror, path)

@@ -24,6 +24,7 @@ from shadowlane.actors.arena import (
     DISK_STATISTICS,
     STEP_COUNTER,
     Arena,
+    check_room,
     plan_layout,
 )
 from shadowlane.actors.blueprint import Blueprint, read_blueprint
@@ -133,8 +134,8 @@ class Engine:
     def start(self, profile: Profile | None, progress: Progress | None = None) -> None:
         """Plan, make the arena, load what is resident, and set the lanes going.
 
-        Raises InfeasiblePlan, ModelError, OSError; then nothing is left running but the host's
-        own processes.
+        Raises InfeasiblePlan, MemoryError, ModelError, OSError, LaneDied; then nothing is left
+        running but the host's own processes.
         """
         tell = progress or (lambda stage, fraction: None)
         began = time.monotonic()
@@ -145,6 +146,7 @@ class Engine:
         first = self._first_placement(profile)
         self.placement = first
         self.layout = plan_layout(self.blueprint, first)
+        check_room(self.layout.nbytes)
         self.arena = Arena.create(self.layout.nbytes)
         self._counter_base = self.arena.base
         self._records = RecordWriter(self.arena, self.layout)
@@ -717,6 +719,9 @@ class Engine:
                 return
             try:
                 self._start_lanes_again()
+                if self._stopping:  # closed meanwhile: what has just been set going ends again
+                    set_abort(self.arena, self.layout, True)
+                    return
                 self.decisions.append(f"{reason}; started again under the plan in force")
                 return
             except LaneDied as error:
@@ -863,6 +868,8 @@ class Engine:
         self._fail_all(CLOSED)
         wait_until_parked(self._runs)
         kill_quietly([*lanes, *([self.planner] if hasattr(self, "planner") else [])])
+        if hasattr(self, "arena"):
+            self.arena.close()
 
 
 class _Already:
