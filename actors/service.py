@@ -28,6 +28,7 @@ from shadowlane.actors.spec import Chunk, ServiceSpec
 from shadowlane.actors.timeline import make_timeline
 from shadowlane.ops.compiled import user_cache_directory
 from shadowlane.ops.sampling import SamplingParams
+from shadowlane.ops.sources import source_key
 from shadowlane.ops.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report
@@ -353,8 +354,9 @@ def bottleneck(lanes: dict[str, dict[str, Any]]) -> str:
 
 
 def profile_path(hardware: str, blueprint: Blueprint) -> Path:
-    """Where the profile of a machine with a model is kept."""
-    name = f"{hardware}-{blueprint.fingerprint[:16]}-{blueprint.dtype}.json"
+    """Where the profile of a machine with a model is kept; other kernels, another profile."""
+    model = f"{blueprint.fingerprint[:16]}-{blueprint.dtype}"
+    name = f"{hardware}-{model}-{source_key()[:12]}.json"
     return user_cache_directory() / "profiles" / name
 
 

@@ -25,6 +25,8 @@ import numba
 from numba.core import config
 from numba.core.registry import cpu_target
 
+from shadowlane.ops.sources import source_key
+
 
 def user_cache_directory() -> Path:
     """SHADOWLANE_CACHE, else $XDG_CACHE_HOME/shadowlane, else ~/.cache/shadowlane."""
@@ -44,11 +46,7 @@ def target_features() -> tuple[str, str, str]:
 @cache
 def compiled_code_key() -> str:
     """Hash of all that the machine code depends on; names the cache folder."""
-    digest = hashlib.sha256()
-    package = Path(__file__).resolve().parent
-    for source in sorted(package.rglob("*.py")):
-        digest.update(str(source.relative_to(package)).encode() + b"\0")
-        digest.update(hashlib.sha256(source.read_bytes()).digest())
+    digest = hashlib.sha256(source_key().encode())
     versions = (numba.__version__, llvmlite.__version__, platform.python_version())
     # what changes the code that is generated, apart from the code that generates it
     versions += (os.environ.get("SHADOWLANE_DOT", ""),)
