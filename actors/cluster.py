@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,12 +114,11 @@ def join_cluster(address: str | None, *, dashboard: bool = False) -> Cluster:
     elif _has_token():
         # What `ray.init` does for a cluster it finds by itself. One without tokens ignores it.
         environment["RAY_AUTH_MODE"] = "token"
-    for name, value in environment.items():
-        os.environ.setdefault(name, value)
+    if is_joined():
+        return Cluster()
+    _set_environment(environment)
     import ray
 
-    if ray.is_initialized():
-        return Cluster()
     quiet = {
         "logging_level": logging.ERROR,
         "log_to_driver": False,
@@ -181,6 +180,20 @@ def _takes_connections(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _set_environment(environment: Mapping[str, str]) -> None:
+    """Where the user said nothing else. Ray reads it at its import, which may be behind us."""
+    was_imported = "ray" in sys.modules
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+    if not was_imported:
+        return
+    with suppress(ImportError, AttributeError):  # private to Ray, which does the same itself
+        from ray._raylet import AuthenticationTokenLoader, Config
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _has_token() -> bool:
