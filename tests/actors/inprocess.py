@@ -151,9 +151,15 @@ class InProcess:
         self.engine = engine
         self.planner = planner
 
-    def submit(self, prompt: Sequence[int], max_tokens: int = 12, **params: Any) -> RunningSequence:
-        params = {"ignore_eos": True, **params}
-        return self.engine.submit(prompt, SamplingParams(max_tokens=max_tokens, **params))
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 12,
+        reuses_cache: bool = False,
+        **params: Any,
+    ) -> RunningSequence:
+        chosen = SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **params})
+        return self.engine.submit(prompt, chosen, reuses_cache=reuses_cache)
 
     def generate(self, prompt: Sequence[int], max_tokens: int = 12, **params: Any) -> list[int]:
         return collect(self.submit(prompt, max_tokens, **params))

@@ -182,7 +182,7 @@ def converse(engine: InProcess) -> tuple[list[list[int]], list[int]]:
     answers, cached = [], []
     for turn in (PROMPT[:30], [9, 8, 7, 6, 5, 4, 3, 2, 1, 11, 12], [5]):
         history += turn
-        request = engine.submit(history, max_tokens=7)
+        request = engine.submit(history, max_tokens=7, reuses_cache=True)
         answers.append(collect(request))
         cached.append(request.timing.cached_tokens)
         history += answers[-1]
@@ -200,14 +200,25 @@ def test_an_appended_turn_computes_only_what_is_new(model: Path) -> None:
                 assert converse(engine) == (first, cached)
 
 
-def test_a_prompt_said_twice_recomputes_its_last_token(model: Path, expected: list[int]) -> None:
+def test_a_prompt_said_again_gives_the_same_tokens(model: Path, expected: list[int]) -> None:
+    """What others left in the cache is not used, unless a conversation goes on."""
+    with running(model, options=replace(OPTIONS, max_batch=2)) as engine:
+        for prompt in (PROMPT, PROMPT[:20], [*PROMPT, 5, 6], PROMPT):
+            request = engine.submit(prompt, max_tokens=24)
+            answer = collect(request)
+            assert request.timing.cached_tokens == 0
+        assert answer == expected
+
+
+def test_a_cached_prompt_recomputes_its_last_token(model: Path, expected: list[int]) -> None:
     with running(model, options=OPTIONS) as engine:
         assert engine.generate(PROMPT, max_tokens=24) == expected
-        request = engine.submit(PROMPT, max_tokens=24)
-        again = collect(request)
-        assert request.timing.cached_tokens == len(PROMPT) - 1
-        third = engine.submit(PROMPT, max_tokens=24)
-        assert collect(third) == again
+        answers = []
+        for _ in range(2):
+            request = engine.submit(PROMPT, max_tokens=24, reuses_cache=True)
+            answers.append(collect(request))
+            assert request.timing.cached_tokens == len(PROMPT) - 1
+        assert answers[0] == answers[1]
 
 
 def test_a_prompt_that_departs_from_the_cache_is_cut_back(model: Path) -> None:
@@ -217,7 +228,7 @@ def test_a_prompt_that_departs_from_the_cache_is_cut_back(model: Path) -> None:
     # prompts token by token: every cached key has the bits of a decode row, so all are equal
     with running(model, options=replace(OPTIONS, prefill_chunk=1)) as engine:
         engine.generate(PROMPT, max_tokens=24)
-        request = engine.submit(departed, max_tokens=24)
+        request = engine.submit(departed, max_tokens=24, reuses_cache=True)
         assert collect(request) == alone
         assert request.timing.cached_tokens == 10
 
