@@ -29,6 +29,7 @@ from shadowlane.ops.vectors import (
     floats_of_halves,
     floats_of_signed,
     floats_of_unsigned,
+    half_of_exponent,
     load_f32x16,
     load_half,
     load_i8,
@@ -37,6 +38,7 @@ from shadowlane.ops.vectors import (
     load_u16,
     load_u16x16,
     load_u32,
+    signed_of_codes,
     store_f32,
     store_f32x16,
     store_u32,
@@ -141,6 +143,18 @@ def _expand_q5_1(source: int, destination: int, num_elements: int) -> None:
         store_f32x16(destination, floats_of_unsigned(first) * scale + minimum)
         store_f32x16(destination + _VECTOR_NBYTES, floats_of_unsigned(second) * scale + minimum)
         source += 24
+        destination += 2 * _VECTOR_NBYTES
+
+
+def _expand_mxfp4(source: int, destination: int, num_elements: int) -> None:
+    for _ in range(num_elements // 32):
+        # block: scale u8, a power of two; nibbles u8[16], small floats that stand doubled here
+        scale = half_of_exponent(load_u8(source))
+        packed = load_u8x16(source + 1)
+        first, second = signed_of_codes(packed & 15), signed_of_codes(packed >> 4)
+        store_f32x16(destination, floats_of_signed(first) * scale)
+        store_f32x16(destination + _VECTOR_NBYTES, floats_of_signed(second) * scale)
+        source += 17
         destination += 2 * _VECTOR_NBYTES
 
 
@@ -273,6 +287,7 @@ _EXPANSIONS: dict[str, Callable[[int, int, int], None]] = {
     "q4_K": _expand_q4_K,
     "q5_K": _expand_q5_K,
     "q6_K": _expand_q6_K,
+    "mxfp4": _expand_mxfp4,
 }
 
 

@@ -15,6 +15,7 @@ from llvmlite import ir
 
 from shadowlane.ops.dots import F32, I32, I64
 from shadowlane.ops.layouts import LAYOUTS
+from shadowlane.ops.vectors import half_of_e8m0, signed_of_e2m1
 
 GROUP = 32  # elements that share a scale, in activations always and in most formats
 I8 = ir.IntType(8)
@@ -198,6 +199,12 @@ def _q6_k(builder: ir.IRBuilder, block: ir.Value) -> list[Part]:
     return parts
 
 
+def _mxfp4(builder: ir.IRBuilder, block: ir.Value) -> list[Part]:
+    """A power of two as one byte, then nibbles of e2m1; the scale is halved, the values doubled."""
+    scale = half_of_e8m0(builder, load(builder, block, I8))
+    return [Part(signed_of_e2m1(builder, _nibbles(builder, block, 1)), scale, None, is_signed=True)]
+
+
 FORMATS: dict[str, Format] = {
     form.name: form
     for form in (
@@ -209,5 +216,6 @@ FORMATS: dict[str, Format] = {
         Format("q4_K", _q4_k),
         Format("q5_K", _q5_k),
         Format("q6_K", _q6_k),
+        Format("mxfp4", _mxfp4),
     )
 }

@@ -32,6 +32,7 @@ _rows_q5_1 = make_packed_rows("q5_1")
 _rows_q4_K = make_packed_rows("q4_K")
 _rows_q5_K = make_packed_rows("q5_K")
 _rows_q6_K = make_packed_rows("q6_K")
+_rows_mxfp4 = make_packed_rows("mxfp4")
 _sum_1, _sum_2, _sum_4 = make_weighted_sum(1), make_weighted_sum(2), make_weighted_sum(4)
 
 LAYOUT_F32 = LAYOUTS["f32"].id
@@ -267,6 +268,23 @@ def _matvec_q6_K(
     _rows_q6_K(weights, row_nbytes, num_rows, cols, x, x_stride, num_inputs, y, y_stride)
 
 
+def _matvec_mxfp4(
+    layout,
+    expand,
+    weights,
+    row_nbytes,
+    num_rows,
+    cols,
+    x,
+    x_stride,
+    num_inputs,
+    y,
+    y_stride,
+    scratch,
+):
+    _rows_mxfp4(weights, row_nbytes, num_rows, cols, x, x_stride, num_inputs, y, y_stride)
+
+
 _MATVECS = {
     "q8_0": _matvec_q8_0,
     "q4_0": _matvec_q4_0,
@@ -276,6 +294,7 @@ _MATVECS = {
     "q4_K": _matvec_q4_K,
     "q5_K": _matvec_q5_K,
     "q6_K": _matvec_q6_K,
+    "mxfp4": _matvec_mxfp4,
 }
 
 

@@ -40,6 +40,7 @@ LAYOUTS: dict[str, Layout] = {
         Layout("q4_K", 8, 256, 144),
         Layout("q5_K", 9, 256, 176),
         Layout("q6_K", 10, 256, 210),
+        Layout("mxfp4", 11, 32, 17),
     )
 }
 

@@ -223,6 +223,37 @@ def _bfloat_to_float(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.bitcast(builder.shl(wide, _constant(_I32, 16)), f32x16.llvm)
 
 
+def signed_of_e2m1(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
+    """Four-bit floats in bytes 0..15 as twice their value: 0 1 2 3 4 6 8 12, bit 3 the sign.
+
+    By comparisons, as every processor has them. Minus zero becomes zero.
+    """
+    kind = codes.type
+
+    def constant(number: int) -> ir.Constant:
+        return ir.Constant(kind, [number] * kind.count)
+
+    low = builder.and_(codes, constant(7))
+    value = low
+    for least, more in ((4, 1), (5, 1), (6, 3)):
+        is_above = builder.icmp_unsigned(">", low, constant(least))
+        value = builder.add(value, builder.select(is_above, constant(more), constant(0)))
+    is_negative = builder.icmp_unsigned(">", codes, constant(7))
+    return builder.select(is_negative, builder.sub(constant(0), value), value)
+
+
+def half_of_e8m0(builder: ir.IRBuilder, exponent: ir.Value) -> ir.Value:
+    """Half of the power of two that a byte stands for, 2^(byte - 128), as float32.
+
+    The two smallest are subnormal. 255 is a power like the others, as ggml has it.
+    """
+    wide = builder.zext(exponent, _I32)
+    subnormal = builder.shl(_I32(0x00200000), builder.and_(wide, _I32(1)))
+    normal = builder.shl(builder.sub(wide, _I32(1)), _I32(23))
+    is_small = builder.icmp_unsigned("<", wide, _I32(2))
+    return builder.bitcast(builder.select(is_small, subnormal, normal), _F32)
+
+
 def _half_by_instruction(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     if isinstance(value.type, ir.VectorType):
         halves, floats = ir.VectorType(ir.HalfType(), LANES), f32x16.llvm
@@ -273,6 +304,7 @@ _half_to_float = _half_by_instruction if has_half_instruction() else _half_by_in
 
 floats_of_unsigned = _conversion(u8x16, f32x16, _unsigned_to_float, "Bytes 0..255 as float32.")
 floats_of_signed = _conversion(u8x16, f32x16, _signed_to_float, "Bytes -128..127 as float32.")
+signed_of_codes = _conversion(u8x16, u8x16, signed_of_e2m1, "e2m1 codes 0..15, doubled.")
 floats_of_bfloats = _conversion(u16x16, f32x16, _bfloat_to_float, "bfloat16 bits as float32.")
 floats_of_halves = _conversion(u16x16, f32x16, _half_to_float, "IEEE half bits as float32.")
 bytes_of_bits = _conversion(
@@ -280,6 +312,10 @@ bytes_of_bits = _conversion(
 )
 float_of_half = _conversion(
     types.uint16, types.float32, _half_to_float, "IEEE half bits as one float32."
+)
+
+half_of_exponent = _conversion(
+    types.uint8, types.float32, half_of_e8m0, "2^(byte - 128) as one float32."
 )
 
 

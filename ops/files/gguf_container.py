@@ -58,7 +58,9 @@ _LAYOUT_OF_TYPE = {
     13: "q5_K",
     14: "q6_K",
     30: "bf16",
+    39: "mxfp4",
 }
+TYPE_OF_LAYOUT = {layout: number for number, layout in _LAYOUT_OF_TYPE.items()}
 _OTHER_TYPES = {
     9: "Q8_1",
     10: "Q2_K",
@@ -80,7 +82,6 @@ _OTHER_TYPES = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
 }
 
 

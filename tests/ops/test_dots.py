@@ -145,6 +145,9 @@ def test_packed_rows_of_extreme_blocks(layout: str, scale: float) -> None:
     blocks = rows * cols // kind.block_elements
     packed = random.choice(np.array([0, 255, 128, 127], np.uint8), (blocks, kind.block_nbytes))
     offsets = {"q8_0": (0,), "q4_0": (0,), "q5_0": (0,), "q6_K": (208,)}.get(layout, (0, 2))
+    if layout == "mxfp4":  # one byte: the power of two below
+        packed[:, 0] = 128 + int(np.floor(np.log2(scale))) if scale else 0
+        offsets = ()
     for offset in offsets:
         packed[:, offset : offset + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
     packed = packed.reshape(rows, -1)
@@ -188,9 +191,9 @@ def test_all_ways_of_summing_bytes_give_the_same_bits(how: str) -> None:
     assert there.stdout == here != ""
 
 
-@pytest.mark.parametrize("layout", [*DIRECT_LAYOUTS, "q8_0", "q4_K"])
+@pytest.mark.parametrize("layout", [*DIRECT_LAYOUTS, "q8_0", "q4_K", "mxfp4"])
 def test_the_same_bits_for_any_batch(layout: str) -> None:
-    cols = 256 * 3 if layout in ("q8_0", "q4_K") else 203
+    cols = 203 if layout in DIRECT_LAYOUTS else 256 * 3
     packed = random_rows(layout, 13, cols)
     inputs = random.standard_normal((8, cols), np.float32)
     alone = np.concatenate([matvec(layout, packed, each[None]) for each in inputs])

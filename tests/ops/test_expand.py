@@ -100,6 +100,19 @@ def test_special_scales_with_extreme_codes(layout: str) -> None:
     assert_same_bits(found, reference(layout, packed, num_blocks))
 
 
+def test_every_power_of_two_times_every_code() -> None:
+    """mxfp4: exponents 0 and 1 are subnormal, 255 is a number; codes 0 to 15 in both halves."""
+    blocks = np.zeros((256, 17), np.uint8)
+    blocks[:, 0] = np.arange(256)
+    blocks[:, 1:] = np.arange(16) | np.arange(16)[::-1] << 4
+    with np.errstate(all="ignore"):
+        expected = reference("mxfp4", blocks, 256)
+    assert expected[0, 1] == 2.0**-128
+    assert expected[254, 1] == 2.0**126
+    assert np.isinf(expected[255, 4])
+    assert_same_bits(expand_rows("mxfp4", blocks.reshape(-1), 256, 32), expected)
+
+
 @pytest.mark.parametrize("layout", ["f16", "bf16"])
 def test_every_number_of_sixteen_bits(layout: str) -> None:
     packed = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
