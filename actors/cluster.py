@@ -33,6 +33,9 @@ CLUSTER_ENVIRONMENT = {
     "RAY_task_events_max_num_profile_events_buffer_on_worker": "200000",
     "RAY_AUTH_MODE": "token",  # NOTE: Ray listens on all interfaces, whatever it is told
 }
+# Of our own cluster only. Ray's agents outlive a driver that was killed, since they wait this long
+# (a minute, if nobody says otherwise) for a server that went with it.
+OWN_ENVIRONMENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
 OBJECT_STORE_NBYTES = 80 << 20  # handles and texts only; Ray's least is 75 MiB
 DEFAULT_SHM = Path("/dev/shm")
 PROCESSES = 4  # that Ray may start at once: engine, compute, disk, planner
@@ -108,7 +111,7 @@ def join_cluster(address: str | None, *, dashboard: bool = False) -> Cluster:
     """
     environment = dict(CLIENT_ENVIRONMENT)
     if address is None:
-        environment.update(CLUSTER_ENVIRONMENT)
+        environment.update(CLUSTER_ENVIRONMENT | OWN_ENVIRONMENT)
         if not _has_token():  # one of our own then, which is written nowhere
             environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     elif _has_token():

@@ -190,8 +190,7 @@ class Service:
             while not sequence.is_heard:
                 yield self.next_chunk(sequence)
         finally:
-            if not sequence.is_over:
-                self.engine.cancel(sequence)
+            self._end(sequence)
 
     def stream_chunks(
         self, request: str, prompt: Prompt, params: SamplingParams
@@ -207,8 +206,7 @@ class Service:
                 yield chunks
         finally:
             self._named.pop(request, None)
-            if not sequence.is_over:
-                self.engine.cancel(sequence)
+            self._end(sequence)
 
     def next_chunk(self, sequence: Sequence) -> Chunk:
         """The next piece. Raises EngineError if the request failed."""
@@ -222,8 +220,13 @@ class Service:
     def cancel(self, request: str) -> None:
         """End a request by the name it was submitted under; nothing if it is over."""
         sequence = self._named.get(request)
-        if sequence is not None and not sequence.is_over:
-            self.engine.cancel(sequence)
+        if sequence is not None:
+            self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        engine = self._engine  # None: closed meanwhile, and the request with it
+        if engine is not None and not sequence.is_over:
+            engine.cancel(sequence)
 
     def generate(self, prompts: Tokens[Prompt], params: SamplingParams) -> list[dict[str, Any]]:
         """Whole answers, in the order of the prompts; they share steps where there is room."""
