@@ -114,9 +114,8 @@ def join_cluster(address: str | None, *, dashboard: bool = False) -> Cluster:
         environment.update(CLUSTER_ENVIRONMENT | OWN_ENVIRONMENT)
         if not _has_token():  # one of our own then, which is written nowhere
             environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    elif _has_token():
-        # What `ray.init` does for a cluster it finds by itself. One without tokens ignores it.
-        environment["RAY_AUTH_MODE"] = "token"
+    else:
+        environment["RAY_AUTH_MODE"] = _auth_mode(address)
     if is_joined():
         return Cluster()
     _set_environment(environment)
@@ -197,6 +196,31 @@ def _set_environment(environment: Mapping[str, str]) -> None:
 
         Config.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _auth_mode(address: str) -> str:
+    """Whether a cluster wants a token. Both sides must be of one mode, or actors never start."""
+    environment = process_environment("gcs_server", f"--gcs_server_port={address.split(':')[-1]}")
+    if environment is not None:
+        return environment.get("RAY_AUTH_MODE", "disabled")
+    return "token" if _has_token() else "disabled"  # not ours to look into: what Ray would guess
+
+
+def process_environment(program: str, argument: str) -> dict[str, str] | None:
+    """Environment of a process of Ray on this machine, by its name and a part of its arguments.
+
+    None where there is none, or it is another user's.
+    """
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            if (process / "comm").read_text().strip() != program:
+                continue
+            if os.fsencode(argument) not in (process / "cmdline").read_bytes():
+                continue
+            pairs = (process / "environ").read_bytes().split(b"\0")
+            named = (os.fsdecode(pair).partition("=") for pair in pairs if b"=" in pair)
+            return {name: value for name, _, value in named}
+    return None
 
 
 def _has_token() -> bool:

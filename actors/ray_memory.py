@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from shadowlane.actors.cluster import process_environment
 from shadowlane.actors.spec import ServiceSpec
 from shadowlane.sizes import FreeRam, format_size, free_ram
 
@@ -45,16 +45,8 @@ def monitor_of_this_node() -> MemoryMonitor | None:
     session = getattr(getattr(ray._private.worker, "_global_node", None), "_session_dir", None)
     if not session:
         return None
-    for process in Path("/proc").iterdir():
-        with suppress(OSError):
-            if (process / "comm").read_text().strip() != "raylet":
-                continue
-            if os.fsencode(session) not in (process / "cmdline").read_bytes():
-                continue
-            pairs = (process / "environ").read_bytes().split(b"\0")
-            named = (os.fsdecode(pair).partition("=") for pair in pairs if b"=" in pair)
-            return read_monitor({name: value for name, _, value in named})
-    return None
+    environment = process_environment("raylet", session)
+    return None if environment is None else read_monitor(environment)
 
 
 def fit_below(
