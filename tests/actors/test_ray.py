@@ -1,0 +1,191 @@
+"""Real processes under Ray that are killed, closed and started again. One cluster for all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+from tiny import tiny_tokens
+
+from shadowlane import LLM, SamplingParams, plan_model
+from shadowlane.actors.cluster import ClusterError, join_cluster
+from shadowlane.actors.engine import EngineError
+from shadowlane.actors.machine import usable_cores
+from shadowlane.ops.errors import ModelError
+from shadowlane.planner.placement import InfeasiblePlan
+
+pytestmark = [
+    pytest.mark.ray,
+    # of Ray's and grpc's own making
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+PROMPT = tiny_tokens(41)
+PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+LANES = min(2, len(usable_cores()))
+PATIENCE_S = 30.0
+DRIVER = """
+import json, sys
+from shadowlane import LLM
+llm = LLM(sys.argv[1], ram=int(sys.argv[2]), ctx_size=512)
+print(json.dumps(llm._call("process_ids")), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """Address of a cluster that this process and its children use."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        joined = join_cluster(None)
+        address = ray.get_runtime_context().gcs_address
+        patch.setenv("RAY_ADDRESS", address)
+        try:
+            yield address
+        finally:
+            joined.leave()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3", hidden_size=256, intermediate_size=1024, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def budget(model: Path) -> int:
+    """The least budget that a plan fits, to a quarter of a MiB: weights stream under it."""
+    ram = 1 << 20
+    while True:
+        try:
+            plan_model(model, ram=ram, ctx_size=512, cpu_workers=LANES)
+            return ram
+        except InfeasiblePlan:
+            ram += 1 << 18
+
+
+@pytest.fixture(scope="module")
+def llm(cluster: str, model: Path, budget: int) -> Iterator[LLM]:
+    with LLM(model, ram=budget, ctx_size=512, cpu_workers=LANES) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> tuple[int, ...]:
+    return llm.generate(PROMPT, PARAMS)[0].token_ids
+
+
+def wait_until(is_true: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    ended = time.monotonic() + patience_s
+    while not is_true():
+        assert time.monotonic() < ended, "it took too long"
+        time.sleep(0.02)
+
+
+def are_gone(process_ids: dict[str, int]) -> bool:
+    return not any(os.path.exists(f"/proc/{each}") for each in process_ids.values())
+
+
+@pytest.mark.parametrize("victim", [*(f"cpu:{number}" for number in range(LANES)), "disk:0"])
+def test_a_killed_lane(llm: LLM, expected: tuple[int, ...], victim: str) -> None:
+    stream = llm.stream(PROMPT, LONG)
+    next(stream)
+    before = llm._call("process_ids")
+    os.kill(before[victim], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EngineError) as told:
+        list(stream)
+    assert time.monotonic() - began < 2.0
+    assert str(told.value) == f"{victim}: its process died"
+    assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected
+    after = llm._call("process_ids")
+    assert {name for name in after if after[name] != before[name]} == {victim}
+
+
+def test_a_killed_planner(llm: LLM, expected: tuple[int, ...]) -> None:
+    before = llm._call("process_ids")["planner"]
+    os.kill(before, signal.SIGKILL)
+
+    def is_back() -> bool:
+        assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected
+        return bool(llm._call("process_ids")["planner"] != before)
+
+    def answers() -> bool:
+        try:
+            return is_back()
+        except ClusterError:  # asked for the number of the process that is gone
+            return False
+
+    wait_until(answers)
+
+
+def test_a_closed_stream_frees_its_slot(llm: LLM, expected: tuple[int, ...]) -> None:
+    stream = llm.stream(PROMPT, LONG)
+    next(stream)
+    stream.close()
+    assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected
+    with pytest.raises(ValueError, match="room in the context"):
+        llm.generate(list(PROMPT) * 20, PARAMS)
+
+
+def test_a_model_that_changes_and_starts_that_fail(
+    cluster: str, model: Path, budget: int, tmp_path: Path
+) -> None:
+    path = Path(copytree(model, tmp_path / "model"))
+    with LLM(path, ram=budget, ctx_size=512) as changing:
+        changing.generate(PROMPT, PARAMS)
+        os.utime(path / "model.safetensors", ns=(1, 1))
+        for _ in range(2):
+            with pytest.raises(EngineError, match="must not change while it is used") as told:
+                changing.generate(PROMPT, LONG)
+            assert "\n" not in str(told.value)
+    with pytest.raises(InfeasiblePlan):
+        LLM(path, ram=1 << 16, ctx_size=512)
+    (path / "config.json").write_text("{}")
+    with pytest.raises(ModelError):
+        LLM(path, ram=budget, ctx_size=512)
+
+
+def test_loading_and_unloading_leaves_nothing(cluster: str, model: Path, budget: int) -> None:
+    descriptors = []
+    for _ in range(3):
+        with LLM(model, ram=budget, ctx_size=512) as loaded:
+            used = loaded._call("process_ids")
+            loaded.generate(PROMPT, PARAMS)
+        wait_until(lambda used=used: are_gone(used))  # type: ignore[misc]
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert descriptors[-1] <= descriptors[0] + 2
+
+
+def test_a_killed_engine_takes_all_along(cluster: str, model: Path, budget: int) -> None:
+    loaded = LLM(model, ram=budget, ctx_size=512)
+    used = loaded._call("process_ids")
+    stream = loaded.stream(PROMPT, LONG)
+    next(stream)
+    os.kill(used["engine"], signal.SIGKILL)
+    with pytest.raises(ClusterError, match="the engine's process died"):
+        list(stream)
+    wait_until(lambda: are_gone(used))
+    loaded.close()
+
+
+def test_a_killed_driver_leaves_nothing(cluster: str, model: Path, budget: int) -> None:
+    arguments = [sys.executable, "-c", DRIVER, str(model), str(budget)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
+        assert driver.stdout is not None
+        used = json.loads(driver.stdout.readline())
+        driver.kill()
+    wait_until(lambda: are_gone(used))
