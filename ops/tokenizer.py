@@ -42,6 +42,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 CACHE_VERSION = 1
+NO_VOCABULARY = "no_vocab"  # what GGUF files of models without tokenizer say, or "none"
+HUGGING_FACE_FIELD = "tokenizer.huggingface.json"  # a whole tokenizer.json inside a GGUF file
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -77,6 +79,18 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._settings.chat_template is not None
+
+    @property
+    def settings(self) -> TokenizerSettings:
+        return self._settings
+
+    def token_id(self, token: str) -> int | None:
+        """The id of one whole token; None for what the vocabulary does not have."""
+        return self._backend.token_to_id(token)
+
+    def to_json(self) -> str:
+        """The contents of a tokenizer.json; `settings` has the rest."""
+        return self._backend.to_str()
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of `text`. `add_special` adds what the model expects around it (BOS)."""
@@ -130,12 +144,16 @@ class Tokenizer:
 
 
 def load_tokenizer(files: ModelFiles, cache_dir: Path) -> Tokenizer | None:
-    """The tokenizer of a model, or None where the directory has none.
+    """The tokenizer of a model, or None where it has none.
 
     Converted tokenizers are kept under `cache_dir` by the model's fingerprint; a cache that cannot
     be written costs the conversion again, no more. Raises ModelError for what cannot be read.
     """
     if files.kind == "gguf":
+        metadata = files.gguf_metadata or {}
+        is_there = HUGGING_FACE_FIELD in metadata
+        if metadata.get("tokenizer.ggml.model") in (NO_VOCABULARY, "none") and not is_there:
+            return None
         from shadowlane.ops.tokenizer_gguf import convert_gguf
 
         return _converted(cache_dir, files.fingerprint, lambda: convert_gguf(files))

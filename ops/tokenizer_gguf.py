@@ -7,6 +7,7 @@ to know what the name means. Here each name stands for what the model's own toke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -14,7 +15,12 @@ from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from shadowlane.ops.errors import ModelError
-from shadowlane.ops.tokenizer import Tokenizer, TokenizerSettings, read_eos_token_ids
+from shadowlane.ops.tokenizer import (
+    HUGGING_FACE_FIELD,
+    Tokenizer,
+    TokenizerSettings,
+    read_eos_token_ids,
+)
 from shadowlane.ops.tokenizer_sentencepiece import (
     Sentencepiece,
     add_whole_tokens,
@@ -46,6 +52,9 @@ _KNOWN_SPLITS = (*_GPT2, *_DIGITS, *_LLAMA3, *_LLAMA3_PLAIN, *_QWEN2, *_TEKKEN)
 
 def convert_gguf(files: ModelFiles) -> Tokenizer:
     """The tokenizer a GGUF file describes. Raises ModelError for a kind we do not know."""
+    contents = _field(files, HUGGING_FACE_FIELD, None)
+    if isinstance(contents, str):
+        return _carried(files, contents)
     tokens = _strings(files, "tokenizer.ggml.tokens")
     kind = _field(files, "tokenizer.ggml.model")
     split = _field(files, "tokenizer.ggml.pre", "default")
@@ -60,6 +69,25 @@ def convert_gguf(files: ModelFiles) -> Tokenizer:
     else:
         raise ModelError(f"{files.root}: tokenizer.ggml.model must be gpt2 or llama; got {kind!r}")
 
+    return Tokenizer(backend, _settings(files, tokens, adds_bos))
+
+
+def _carried(files: ModelFiles, contents: str) -> Tokenizer:
+    """A tokenizer.json as it is; it adds itself what belongs around a text."""
+    try:
+        backend = tokenizers.Tokenizer.from_str(contents)
+    except Exception as error:  # the package raises plain Exception
+        raise ModelError(
+            f"{files.root}: {HUGGING_FACE_FIELD} must be a tokenizer: {error!s:.200}"
+        ) from error
+    tokens = [backend.id_to_token(id_) or "" for id_ in range(backend.get_vocab_size())]
+    settings = _settings(files, tokens, adds_bos=False)
+    if backend.encode("").ids:
+        settings = replace(settings, ids_before=(), ids_after=())
+    return Tokenizer(backend, settings)
+
+
+def _settings(files: ModelFiles, tokens: list[str], adds_bos: bool) -> TokenizerSettings:
     named = {
         f"{name}_token": token
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
@@ -70,14 +98,13 @@ def convert_gguf(files: ModelFiles) -> Tokenizer:
     is_bos_added = bool(_field(files, "tokenizer.ggml.add_bos_token", adds_bos))
     is_eos_added = bool(_field(files, "tokenizer.ggml.add_eos_token", False))
     template = _field(files, "tokenizer.chat_template", None)
-    settings = TokenizerSettings(
+    return TokenizerSettings(
         special_tokens={name: text for name, (text, _) in named.items()},
         chat_template=template if isinstance(template, str) else None,
         eos_token_ids=read_eos_token_ids(files),
         ids_before=(bos[1],) if is_bos_added and bos is not None else (),
         ids_after=(eos[1],) if is_eos_added and eos is not None else (),
     )
-    return Tokenizer(backend, settings)
 
 
 def _byte_level(files: ModelFiles, tokens: list[str], split: Any) -> tokenizers.Tokenizer:

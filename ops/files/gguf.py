@@ -49,6 +49,8 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_THEIR_NAMES = {ours: theirs for theirs, ours in (_WHOLE_NAMES | _LAYER_NAMES).items()}
+_OUR_LAYER_TENSOR = re.compile(r"model\.layers\.([0-9]+)\.(.+)\.(weight|bias)")
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _IGNORED = re.compile(r"blk\.[0-9]+\.attn_rot_embd(\.weight)?")  # a table old files carry
@@ -132,6 +134,14 @@ def _hugging_face_name(path: Path, name: str, architecture: str) -> str:
         f"{path}: every tensor must have a place in the architecture {architecture}; "
         f"{name!r:.100} has none"
     )
+
+
+def gguf_name(name: str) -> str:
+    """GGUF's name of a tensor that Hugging Face calls `name`. KeyError for one it has none for."""
+    match = _OUR_LAYER_TENSOR.fullmatch(name)
+    if match is None:
+        return _THEIR_NAMES[name]
+    return f"blk.{match[1]}.{_THEIR_NAMES[match[2]]}.{match[3]}"
 
 
 def _check_rope_factors(path: Path, factors: TensorSource, head_dim: int) -> None:
