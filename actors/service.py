@@ -262,6 +262,39 @@ class Service:
             if output.finish_reason is not None:
                 return np.concatenate(rows)
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with what the model expects before it."""
+        return self._need_tokenizer("a text").encode(text)
+
+    def log_probabilities(self, token_ids: Tokens[int], first: int = 0) -> np.ndarray:
+        """Natural logarithms of the probability of token first + 1 and those after it, each given
+        what stands before: float32 [tokens - 1 - first].
+
+        The rows of logits are used up as they come: a long text never has them all.
+        """
+        tokens = [int(token) for token in token_ids]
+        if not 0 <= first < len(tokens) - 1:
+            raise ValueError(
+                f"first must be 0 to {len(tokens) - 2} for {len(tokens)} tokens; got {first}"
+            )
+        sequence = self.engine.submit(tokens, SamplingParams(), wants_logits=True)
+        found, place = [], 0
+        while True:
+            output = sequence.outputs.get()
+            if output.error is not None:
+                raise EngineError(output.error)
+            if output.logits is not None:
+                rows = output.logits[max(0, first - place) : len(tokens) - 1 - place]
+                start = max(first, place) + 1
+                wanted = np.array(tokens[start : start + len(rows)], np.int64)
+                largest = rows.max(axis=1, initial=-np.inf)
+                totals = np.exp(rows - largest[:, None]).sum(axis=1, dtype=np.float64)
+                picked = rows[np.arange(len(rows)), wanted]
+                found.append(picked - largest - np.log(totals))
+                place += len(output.logits)
+            if output.finish_reason is not None:
+                return np.concatenate(found).astype(np.float32)
+
     # -- what may be asked
 
     def plan(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from shadowlane.actors.cluster import Cluster
     from shadowlane.actors.spec import Chunk, DataType, ServiceSpec
+    from shadowlane.ops.pack import PackLayout
 
 Progress = Callable[[str, float | None], None]
 Message = Mapping[str, str]
@@ -46,6 +47,8 @@ class LLM:
     cpu_workers: number of compute lanes they form. ctx_size: tokens of context, kept as asked or
     refused; None: up to 4096, less where RAM is short. max_batch: requests that may share a step.
     logit_rows: rows that `logits` gets per step (more cost scratch). progress: told the stage.
+    weights: "q8_0", "q4_0" or "q4_1" runs a safetensors model from a packed copy in the cache,
+    which is written first where there is none yet.
     For experiments (the planner chooses otherwise): replan=False keeps the first plan, shares fixes
     the rows of each compute lane, spin_us is how long a wait spins before it sleeps.
 
@@ -66,6 +69,7 @@ class LLM:
         max_batch: int = 1,
         prefill_chunk: int | None = None,
         logit_rows: int | None = None,
+        weights: PackLayout | None = None,
         prefetch: bool = True,
         direct_io: bool = True,
         replan: bool = True,
@@ -77,7 +81,7 @@ class LLM:
         tell = progress or (lambda stage, fraction: None)
         self._engine: Any = None
         self._cluster: Cluster | None = None
-        path = resolve_model(str(model), tell)
+        path, notes = _chosen_weights(resolve_model(str(model), tell), weights, tell)
         spec = make_spec(
             path,
             ram=ram,
@@ -94,6 +98,7 @@ class LLM:
             shares=shares,
             spin_us=spin_us,
         )
+        spec = replace(spec, notes=(*notes, *spec.notes))
         from shadowlane.actors.cluster import is_joined, join_cluster, running_address
 
         is_running = is_joined()
@@ -215,6 +220,22 @@ class LLM:
         """What the model says after each token: float32 [tokens, vocab]."""
         return self._call("logits", [int(token) for token in token_ids])  # type: ignore[no-any-return]
 
+    def log_probabilities(self, token_ids: Sequence[int], first: int = 0) -> np.ndarray:
+        """How likely each token was, given those before it: float32 [tokens - 1 - first].
+
+        Natural logarithms, of token first + 1 and those after it. Much smaller than `logits`, from
+        which they come.
+        """
+        ids = [int(token) for token in token_ids]
+        return self._call("log_probabilities", ids, first)  # type: ignore[no-any-return]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with what the model expects before it.
+
+        ValueError if the model has no tokenizer.
+        """
+        return self._call("encode", text)  # type: ignore[no-any-return]
+
     # -- what it does
 
     @property
@@ -299,14 +320,22 @@ def fit_cluster(spec: ServiceSpec, is_asked: bool) -> ServiceSpec:
     return spec if monitor is None else fit_below(monitor, spec, is_asked)
 
 
-def plan_model(model: str | Path, **options: Any) -> dict[str, Any]:
+def plan_model(
+    model: str | Path, progress: Progress | None = None, **options: Any
+) -> dict[str, Any]:
     """The plan that `LLM(model, **options)` would start with, from headers alone.
+
+    With `weights`, the packed copy is written first where there is none yet.
 
     Raises InfeasiblePlan (a ValueError) naming the deficit, ModelError, ValueError.
     """
     from shadowlane.actors.preview import preview
 
-    return preview(make_spec(resolve_model(str(model), _silent), **options))
+    tell = progress or _silent
+    weights = options.pop("weights", None)
+    path, notes = _chosen_weights(resolve_model(str(model), tell), weights, tell)
+    planned = preview(make_spec(path, **options))
+    return {**planned, "notes": [*notes, *planned.get("notes", ())]}
 
 
 def profile_model(
@@ -323,6 +352,18 @@ def profile_model(
         with LLM(path, progress=progress, **options):
             pass
     return profile_report(spec)
+
+
+def _chosen_weights(
+    path: Path, weights: PackLayout | None, tell: Progress
+) -> tuple[Path, tuple[str, ...]]:
+    """The files to run, and what to say about them."""
+    if weights is None:
+        return path, ()
+    from shadowlane.packing import packed_model
+
+    path, note = packed_model(path, weights, tell)
+    return path, (note,)
 
 
 def _silent(stage: str, fraction: float | None = None) -> None:

@@ -11,6 +11,8 @@ from shadowlane.cli import bench as bench_command
 from shadowlane.cli import chat as chat_command
 from shadowlane.cli import fetch as fetch_command
 from shadowlane.cli import listing as list_command
+from shadowlane.cli import pack as pack_command
+from shadowlane.cli import perplexity as perplexity_command
 from shadowlane.cli import plan as plan_command
 from shadowlane.cli import profile as profile_command
 from shadowlane.cli import ps as ps_command
@@ -33,6 +35,8 @@ app.command(epilog=chat_command.EPILOG)(chat_command.chat)
 app.command(epilog=plan_command.EPILOG)(plan_command.plan)
 app.command(epilog=profile_command.EPILOG)(profile_command.profile)
 app.command(epilog=bench_command.EPILOG)(bench_command.bench)
+app.command(epilog=pack_command.EPILOG)(pack_command.pack)
+app.command(epilog=perplexity_command.EPILOG)(perplexity_command.perplexity)
 app.command(epilog=fetch_command.EPILOG)(fetch_command.fetch)
 app.command("list", epilog=list_command.EPILOG)(list_command.list_models)
 app.command(epilog=show_command.EPILOG)(show_command.show)

@@ -37,6 +37,7 @@ def chat(
     cpu_threads: options.CpuThreads = None,
     cpu_workers: options.CpuWorkers = 1,
     dtype: options.DtypeOption = None,
+    weights: options.Weights = None,
     temp: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -49,7 +50,9 @@ def chat(
 
     Ctrl-C stops the answer and keeps the conversation. /clear forgets it, /exit leaves.
     """
-    engine = options.EngineOptions(ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size)
+    engine = options.EngineOptions(
+        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights
+    )
     params = options.sampling_params(
         max_tokens,
         temperature=temp,

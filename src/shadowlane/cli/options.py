@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shadowlane import LLM, SamplingParams
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+PackName = Literal["q8_0", "q4_0", "q4_1"]
 
 ENVIRONMENT_NOTE = (
     "Each option can also be set in the environment: [bold]--cpu-threads 4[/bold] is "
@@ -145,6 +146,16 @@ DtypeOption = Annotated[
     ),
 ]
 
+Weights = Annotated[
+    PackName | None,
+    option(
+        "--weights",
+        help="Run a safetensors model from weights packed to 8 or 4 bits. The packed copy is "
+        "written to the cache at the first use. Default: the weights as they are.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+
 MaxTokens = Annotated[
     int,
     option("--max-tokens", "-n", metavar="N", help="Most tokens to write.", **whole_number(1)),
@@ -234,6 +245,7 @@ class EngineOptions:
     cpu_workers: int = 1
     dtype: str | None = None
     ctx_size: int | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         self.ram_nbytes()
@@ -254,15 +266,20 @@ class EngineOptions:
             "cpu_workers": self.cpu_workers,
             "dtype": self.dtype,
             "ctx_size": self.ctx_size,
+            "weights": self.weights,
         }
 
     def open(
-        self, path: Path, prefetch: bool, progress: Callable[[str, float | None], None]
+        self,
+        path: Path,
+        prefetch: bool,
+        progress: Callable[[str, float | None], None],
+        **more: Any,
     ) -> LLM:
         """Starts the engine on the model at `path`. Raises ModelError, ValueError, OSError."""
         from shadowlane.llm import LLM
 
-        return LLM(path, **self.arguments(), prefetch=prefetch, progress=progress)
+        return LLM(path, **self.arguments(), **more, prefetch=prefetch, progress=progress)
 
 
 def sampling_params(max_tokens: int, stop: list[str] | None, **given: Any) -> SamplingParams:

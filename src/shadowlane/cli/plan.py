@@ -31,18 +31,22 @@ def plan(
     cpu_threads: options.CpuThreads = None,
     cpu_workers: options.CpuWorkers = 1,
     dtype: options.DtypeOption = None,
+    weights: options.Weights = None,
 ) -> None:
     """Show where each part of a model would go and why. Reads file headers, no weights.
 
-    Ends with exit code 2, naming what is short and by how much, if nothing fits.
+    With --weights, the packed copy is written to the cache first, if it is
+    not there yet. Ends with exit code 2, naming what is short and by how much, if nothing fits.
     """
-    engine = options.EngineOptions(ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size)
+    engine = options.EngineOptions(
+        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights
+    )
     with Stages() as stages:
         path = resolve_model(model, stages)
         stages("planning")
         from shadowlane.llm import plan_model
 
-        planned = plan_model(path, **engine.arguments())
+        planned = plan_model(path, progress=stages, **engine.arguments())
     if json_output:
         print(json.dumps(planned))
         return

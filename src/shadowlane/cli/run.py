@@ -48,6 +48,7 @@ def run(
     cpu_threads: options.CpuThreads = None,
     cpu_workers: options.CpuWorkers = 1,
     dtype: options.DtypeOption = None,
+    weights: options.Weights = None,
     temp: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -61,7 +62,9 @@ def run(
     The prompt is -p TEXT, -f FILE, or what is piped in. Models that come with
     a chat template get it as a user's message; --raw continues it as it is.
     """
-    engine = options.EngineOptions(ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size)
+    engine = options.EngineOptions(
+        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights
+    )
     params = options.sampling_params(
         max_tokens,
         temperature=temp,

@@ -1,0 +1,95 @@
+"""Perplexity: how surprised a model is by a text, and by how much more once its weights are packed.
+
+The method is that of llama.cpp's perplexity tool, so that figures can be held against each other:
+the text is cut into windows of `window` tokens, the rest is left out; in each window, which is read
+on its own, the tokens of the second half are scored. Where the tokenizer puts a BOS token before a
+text, it takes the place of each window's first token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shadowlane.llm import LLM
+
+WINDOW_TOKENS = 512
+_LOGITS_NBYTES = 64 << 20  # of scratch for rows of logits, where the model is read for this alone
+
+Progress = Callable[[str, float | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    perplexity: float
+    uncertainty: float  # standard error of the perplexity, from the spread of the tokens' scores
+    tokens: int  # of the text
+    scored_tokens: int
+    windows: int
+    window_tokens: int
+
+    def as_object(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"perplexity {self.perplexity:.4f} +- {self.uncertainty:.4f} "
+            f"({self.scored_tokens} of {self.tokens} tokens scored, {self.windows} windows of "
+            f"{self.window_tokens})"
+        )
+
+
+def check_window(window: int) -> None:
+    """Raise ValueError for a window that has no second half."""
+    if window < 4:
+        raise ValueError(f"ctx_size must be at least 4 for perplexity; got {window}")
+
+
+def measure_perplexity(
+    llm: LLM,
+    text: str | Sequence[int],
+    window: int = WINDOW_TOKENS,
+    progress: Progress = lambda stage, fraction: None,
+) -> Perplexity:
+    """Perplexity of a text, or of token ids. Raises ValueError for a text of less than a window."""
+    check_window(window)
+    tokens = llm.encode(text) if isinstance(text, str) else [int(token) for token in text]
+    around = llm.encode("") if isinstance(text, str) else []
+    count = len(tokens) // window
+    if not count:
+        raise ValueError(
+            f"the text must have at least {window} tokens, one window; got {len(tokens)}"
+        )
+    first = window // 2
+    scores: list[float] = []
+    for number in range(count):
+        progress("measuring perplexity", number / count)
+        part = tokens[number * window : (number + 1) * window]
+        part[:1] = around[:1] or part[:1]
+        scores += (-llm.log_probabilities(part, first)).tolist()
+    mean = math.fsum(scores) / len(scores)
+    spread = math.fsum((score - mean) ** 2 for score in scores) / max(1, len(scores) - 1)
+    perplexity = math.exp(mean)
+    return Perplexity(
+        perplexity=perplexity,
+        uncertainty=perplexity * math.sqrt(spread / len(scores)),
+        tokens=len(tokens),
+        scored_tokens=len(scores),
+        windows=count,
+        window_tokens=window,
+    )
+
+
+def logit_rows_for(model: Path, window: int = WINDOW_TOKENS) -> int:
+    """Rows of logits per step that speed up scoring at a bounded cost of scratch."""
+    from shadowlane.ops.files import open_model
+
+    vocabulary = open_model(model).config.get("vocab_size")
+    if not isinstance(vocabulary, int) or vocabulary < 1:
+        return 8  # opening the model will say what is wrong with it
+    return max(8, min(256, window, _LOGITS_NBYTES // (4 * vocabulary)))
