@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from shadowlane.actors.imports import quick_imports
+
 # Of any process that talks to Ray.
 CLIENT_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -119,7 +121,8 @@ def join_cluster(address: str | None, *, dashboard: bool = False) -> Cluster:
     if is_joined():
         return Cluster()
     _set_environment(environment)
-    import ray
+    with quick_imports():
+        import ray
 
     quiet = {
         "logging_level": logging.ERROR,

@@ -25,6 +25,7 @@ from shadowlane.actors.hosts import (
     Remote,
     Settled,
 )
+from shadowlane.actors.imports import quick_imports
 from shadowlane.actors.spec import Chunk, EngineSettings, ServiceSpec
 from shadowlane.planner.events import Command, Event, PublishPlacement, StepRetired
 
@@ -59,20 +60,30 @@ class CallByName:
         return os.getpid()
 
 
-class CpuLaneActor(CpuLaneHost, CallByName):
+class ReadyEarly:
+    """A lane that loads its code as soon as its process is there."""
+
+    make_ready: Callable[[], None]
+
+    def _make_ready(self) -> None:
+        with quick_imports():
+            self.make_ready()
+
+
+class CpuLaneActor(CpuLaneHost, ReadyEarly, CallByName):
     def __init__(self, number: int, cores: Sequence[int]) -> None:
         super().__init__(number, cores, ray_span)
-        _in_background(self.make_ready)
+        _in_background(self._make_ready)
 
     def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
         end_with(handle.pid)
         super().open(blueprint, layout, handle)
 
 
-class DiskLaneActor(DiskLaneHost, CallByName):
+class DiskLaneActor(DiskLaneHost, ReadyEarly, CallByName):
     def __init__(self, depth: int, direct: bool, prefetch: bool) -> None:
         super().__init__(depth, direct, prefetch, ray_span)
-        _in_background(self.make_ready)
+        _in_background(self._make_ready)
 
     def open(
         self,
@@ -244,7 +255,8 @@ class EngineActor:
 
     def __init__(self) -> None:
         # NOTE: imported here, in this process only: whoever starts an engine need not pay for it.
-        from shadowlane.actors.service import Service
+        with quick_imports():
+            from shadowlane.actors.service import Service
 
         self._host = RayHost()
         self._service = Service(self._host)
