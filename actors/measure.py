@@ -139,7 +139,7 @@ def _spans(engine: Engine, threads: int) -> dict[int, tuple[int, int, int]]:
     step = engine.step
     found: dict[int, tuple[int, int, int]] = {}
     for worker in range(threads):
-        for span in engine.worker_spans(0, worker):
+        for span in engine.gauges.worker_spans(0, worker):
             if span[0] != step:
                 continue
             _, group, start, end, waited = (int(value) for value in span)

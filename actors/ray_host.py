@@ -10,7 +10,7 @@ import os
 import select
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -65,15 +65,25 @@ class ReadyEarly:
 
     make_ready: Callable[[], None]
 
+    def start_making_ready(self) -> None:
+        self._is_ready = threading.Event()
+        _in_background(self._make_ready)
+
     def _make_ready(self) -> None:
-        with quick_imports():
-            self.make_ready()
+        try:
+            with quick_imports():
+                self.make_ready()
+        finally:  # what failed here fails again where it is needed, and is reported there
+            self._is_ready.set()
+
+    def wait_until_ready(self) -> None:
+        self._is_ready.wait()
 
 
 class CpuLaneActor(CpuLaneHost, ReadyEarly, CallByName):
     def __init__(self, number: int, cores: Sequence[int]) -> None:
         super().__init__(number, cores, ray_span)
-        _in_background(self._make_ready)
+        self.start_making_ready()
 
     def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
         end_with(handle.pid)
@@ -83,7 +93,7 @@ class CpuLaneActor(CpuLaneHost, ReadyEarly, CallByName):
 class DiskLaneActor(DiskLaneHost, ReadyEarly, CallByName):
     def __init__(self, depth: int, direct: bool, prefetch: bool) -> None:
         super().__init__(depth, direct, prefetch, ray_span)
-        _in_background(self._make_ready)
+        self.start_making_ready()
 
     def open(
         self,
@@ -264,7 +274,12 @@ class EngineActor:
     def start(self, spec: ServiceSpec, lanes: Mapping[LaneKey, Any]) -> dict[str, Any]:
         """Load the model with these lanes; see `Service.start`."""
         self._host.use(lanes)
-        return self._service.start(spec)
+        about = self._service.start(spec)
+        # What is still on its way, torch mostly, belongs to loading and not to the first request.
+        waiting = [lane.wait_until_ready.remote() for lane in lanes.values()]
+        with suppress(RayActorError):  # one that died is the engine's to mend
+            ray.get(waiting)
+        return about
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Any method of the service by its name."""

@@ -92,8 +92,15 @@ class Sequence:
     def is_over(self) -> bool:
         return self.finish_reason is not None
 
-    def start(self, lane_use: Callable[[], LaneUse]) -> None:
-        """The engine has taken it up; `lane_use` tells what the lanes have done so far."""
+    def start(self, slot: int, kept: int, lane_use: Callable[[], LaneUse]) -> None:
+        """The engine has taken it up in `slot`, whose cache holds its first `kept` tokens.
+
+        lane_use: tells what the lanes have done so far.
+        """
+        self.slot = slot
+        self.known = list(self.prompt[:kept])
+        self.pending = list(self.prompt[kept:])
+        self.timing.cached_tokens = kept
         self._lane_use = lane_use
         self.use_before = lane_use()
         self.timing.started = time.monotonic()

@@ -129,7 +129,7 @@ class Service:
         self._tell("measuring this machine with this model, once", None)
         spec = self._spec
         settings = spec.settings
-        lane = engine.cpus[0]
+        lane = engine.crew.cpus[0]
         arguments = (spec.root, spec.options, settings.ram)
         sources = [
             source
@@ -139,8 +139,10 @@ class Service:
             if block.group != "embed"
         ]
         alone = lane.call("measure", *arguments).result()
-        figure = engine.disk.call("measure", sources, settings.depth, settings.direct).result()
-        beside = engine.disk.call("measure", sources, settings.depth, settings.direct)
+        figure = engine.crew.disk_lane.call(
+            "measure", sources, settings.depth, settings.direct
+        ).result()
+        beside = engine.crew.disk_lane.call("measure", sources, settings.depth, settings.direct)
         contended = lane.call("measure", *arguments, brief=True).result()
         figure = replace(figure, contended_bytes_per_s=beside.result().bytes_per_s)
         profile = Profile(
@@ -301,8 +303,10 @@ class Service:
         """The plan in force; see `planner/explain.py`."""
         engine = self.engine
         report = plan_report(engine.blueprint.catalog, engine.placement, CostModel(self._profile))
-        report["notes"] = list(dict.fromkeys([*engine.notes, *report["notes"]]))
-        report["decisions"] = list(engine.decisions)
+        report["notes"] = list(
+            dict.fromkeys([*engine.notes, *engine.shadow.notes, *report["notes"]])
+        )
+        report["decisions"] = list(engine.shadow.decisions)
         return report
 
     def stats(self) -> dict[str, Any]:
@@ -343,7 +347,7 @@ class Service:
             "load_s": engine.load_s,
             "plan": {
                 "plan_id": placement.placement_id,
-                "replans": engine.replans,
+                "replans": engine.shadow.replans,
                 "predicted_decode_tok_per_s": 1 / predicted if predicted else None,
                 "tiers": {"ram": placement.weights_nbytes, "disk": streamed},
                 "arena_nbytes": placement.total_nbytes,
@@ -354,8 +358,8 @@ class Service:
             "emulated": False,
             "predicted_step_s": predicted or None,
             "measured_step_s": statistics.median(steps) if steps else None,
-            "notes": list(dict.fromkeys(engine.notes)),
-            "decisions": list(engine.decisions),
+            "notes": list(dict.fromkeys([*engine.notes, *engine.shadow.notes])),
+            "decisions": list(engine.shadow.decisions),
         }
 
     def process_ids(self) -> dict[str, int]:
@@ -368,12 +372,15 @@ class Service:
 
     def _timeline(self, engine: Engine) -> dict[str, Any]:
         workers = [
-            (number, worker, engine.worker_spans(number, worker))
+            (number, worker, engine.gauges.worker_spans(number, worker))
             for number, spec in enumerate(engine.lanes)
             for worker in range(spec.threads)
         ]
         return make_timeline(
-            engine.blueprint.catalog, workers, engine.disk_spans(), list(engine.decisions)
+            engine.blueprint.catalog,
+            workers,
+            engine.gauges.disk_spans(),
+            list(engine.shadow.decisions),
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shadowlane.actors import blueprint as blueprints
-from shadowlane.actors import engine as engines
+from shadowlane.actors import shadow_link
 from shadowlane.actors.blueprint import Blueprint, Options, read_blueprint
 from shadowlane.actors.engine import Engine, EngineSettings
 from shadowlane.actors.hosts import Remote, ThreadHost
@@ -176,7 +176,7 @@ class InProcess:
         """Bytes of weights that the sweeps have read so far."""
         from shadowlane.actors.disk_lane import SWEEP_NBYTES
 
-        return int(self.engine._disk_statistics()[SWEEP_NBYTES])
+        return int(self.engine.gauges.disk_statistics()[SWEEP_NBYTES])
 
 
 def listen(sequence: RunningSequence) -> list[Output]:
@@ -211,9 +211,9 @@ def running(
     chosen = EngineSettings(ram, tuple(tuple(each) for each in cores), **settings)
     engine = engine_type(model, options or Options(context=128), chosen, host)
     serving = threading.Thread(target=engine.serve, name="serve", daemon=True)
-    period = engines.EVENT_PERIOD_S
+    period = shadow_link.EVENT_PERIOD_S
     if planner:
-        engines.EVENT_PERIOD_S = 0.0  # events after every step, so that a script is exact
+        shadow_link.EVENT_PERIOD_S = 0.0  # events after every step, so that a script is exact
     try:
         engine.start(None)
         serving.start()
@@ -223,7 +223,7 @@ def running(
         if serving.ident is not None:
             serving.join(PATIENCE_S)
         host.close()
-        engines.EVENT_PERIOD_S = period
+        shadow_link.EVENT_PERIOD_S = period
     assert not serving.is_alive(), "the step loop must end when the engine is closed"
 
 

@@ -299,7 +299,7 @@ def test_reading_ahead_wastes_nothing(model: Path) -> None:
 def test_a_model_that_fits_reads_nothing_after_it_was_loaded(model: Path) -> None:
     blueprint = cut(model, OPTIONS, TWO_THREADS)
     with running(model, options=OPTIONS) as engine:
-        statistics = engine.engine._disk_statistics()
+        statistics = engine.engine.gauges.disk_statistics()
         assert statistics[LOAD_NBYTES] == sum(source.nbytes for source in blueprint.sources)
         reads = int(statistics[NUM_READS])
         assert reads == len(blueprint.sources)
@@ -317,7 +317,7 @@ def test_rows_of_embeddings_are_gathered_once_per_step(model: Path) -> None:
         engine.generate(prompt, max_tokens=3)
         row_nbytes = blueprint.embedding.shape[1] * 4
         # one row per different token of the prompt, then one per step
-        assert engine.engine._disk_statistics()[GATHER_NBYTES] == (5 + 2) * row_nbytes
+        assert engine.engine.gauges.disk_statistics()[GATHER_NBYTES] == (5 + 2) * row_nbytes
 
 
 # -- inside an engine: memory
@@ -383,8 +383,8 @@ def test_counters_may_wrap(model: Path, cores: Any, begin: int) -> None:
             model, ram=ram, cores=cores, options=OPTIONS, engine_type=near, **settings
         ) as engine:
             assert engine.generate(PROMPT, max_tokens=20) == expected
-            assert engine.engine._lane_bases[0] > begin
-            assert engine.engine._disk_base > begin
+            assert engine.engine.crew.lane_bases[0] > begin
+            assert engine.engine.crew.disk_base > begin
 
 
 # -- files that change

@@ -134,7 +134,7 @@ def serving(model: Path, cores: Any = TWO_LANES, **settings: Any) -> Iterator[In
 
 
 def remote(engine: InProcess, name: str) -> Any:
-    lanes = [*engine.engine.cpus, engine.engine.disk, engine.engine.planner]
+    lanes = [*engine.engine.crew.cpus, engine.engine.crew.disk_lane, engine.engine.shadow.planner]
     return next(lane for lane in lanes if lane.name == name)
 
 
@@ -160,7 +160,7 @@ def test_death_fails_the_running_and_spares_the_next(
     model: Path, expected: list[int], lane: str, heard: int
 ) -> None:
     with serving(model) as engine:
-        loaded = int(engine.engine._disk_statistics()[disk.LOAD_NBYTES])
+        loaded = int(engine.engine.gauges.disk_statistics()[disk.LOAD_NBYTES])
         request = engine.submit(PROMPT, max_tokens=80)
         waiting = engine.submit(PROMPT, max_tokens=24)  # there is one slot: it has not begun
         hear(request, heard)
@@ -172,8 +172,8 @@ def test_death_fails_the_running_and_spares_the_next(
         assert output.finish_reason == "cancelled"
         assert collect(waiting) == expected
         assert engine.generate(PROMPT, max_tokens=24) == expected
-        assert int(engine.engine._disk_statistics()[disk.LOAD_NBYTES]) == loaded
-        assert any(lane in note for note in engine.engine.decisions)
+        assert int(engine.engine.gauges.disk_statistics()[disk.LOAD_NBYTES]) == loaded
+        assert any(lane in note for note in engine.engine.shadow.decisions)
 
 
 @pytest.mark.parametrize("lane", ["cpu:0", "cpu:1", "disk:0"])
@@ -182,7 +182,7 @@ def test_death_while_idle_is_mended_unasked(model: Path, expected: list[int], la
         dead = remote(engine, lane)
         dead.kill()
         ended = time.monotonic() + PATIENCE_S
-        while remote(engine, lane) is dead or not engine.engine._runs:
+        while remote(engine, lane) is dead or not engine.engine.crew.runs:
             assert time.monotonic() < ended
             threading.Event().wait(0.01)
         assert engine.generate(PROMPT, max_tokens=24) == expected
@@ -264,16 +264,16 @@ def test_a_placement_on_its_way_arrives_after_a_death(model: Path, expected: lis
         assert isinstance(engine.planner, ScriptedPlanner)
         catalog, placement = engine.engine.blueprint.catalog, engine.engine.placement
         adopting = threading.Event()
-        publish = engine.engine._publish
+        publish = engine.engine.crew.publish
 
         def publish_and_die(which: Placement) -> Any:
             pending = publish(which)
             if which.placement_id == 1 and not adopting.is_set():
                 adopting.set()
-                engine.engine.disk._target.stop()
+                engine.engine.crew.disk_lane._target.stop()
             return pending
 
-        engine.engine._publish = publish_and_die  # type: ignore[method-assign]
+        engine.engine.crew.publish = publish_and_die  # type: ignore[method-assign]
         engine.planner.script = [
             (3, with_shares(catalog, placement, 1, {"cpu:0": 0.2, "cpu:1": 0.8}))
         ]
@@ -293,16 +293,16 @@ def test_a_lost_planner_costs_no_request(model: Path, expected: list[int]) -> No
             request = engine.submit(PROMPT, max_tokens=24)
             hear(request, 1)
             remote(engine, "planner").kill()
-            engine.engine._thinking = engine.engine.planner.call("handle", [])
+            engine.engine.shadow.thinking = engine.engine.shadow.planner.call("handle", [])
             outputs = [request.outputs.get(timeout=PATIENCE_S) for _ in range(23)]
             assert outputs[-1].finish_reason == "length"
             assert all(output.error is None for output in outputs)
             assert engine.generate(PROMPT, max_tokens=24) == expected
-        state = engine.engine.planner.target._state
+        state = engine.engine.shadow.planner.target._state
         assert state.active_placement.placement_id == engine.engine.placement.placement_id
         assert state.placements.num_published >= engine.engine.placement.placement_id
         state.validate()
-        assert not any("without a shadow" in note for note in engine.engine.notes)
+        assert not any("without a shadow" in note for note in engine.engine.shadow.notes)
 
 
 def test_a_fault_of_the_planner_is_noted_once(
@@ -313,10 +313,10 @@ def test_a_fault_of_the_planner_is_noted_once(
         def fail(events: Any) -> None:
             raise PlannerError("placement 3 had a step retired while only published; story: ...")
 
-        monkeypatch.setattr(engine.engine.planner.target, "handle", fail)
+        monkeypatch.setattr(engine.engine.shadow.planner.target, "handle", fail)
         for _ in range(3):
             assert engine.generate(PROMPT, max_tokens=24) == expected
-        told = [note for note in engine.engine.notes if "without a shadow" in note]
+        told = [note for note in engine.engine.shadow.notes if "without a shadow" in note]
         assert len(told) == 1
         assert told[0].startswith("planner: PlannerError: placement 3")
 
@@ -394,7 +394,7 @@ def test_a_changed_model_is_refused_from_then_on(model: Path, tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_fault_of_the_engine_is_told(model: Path) -> None:
     class Faulty(Engine):
-        def _give_results(self, plan: Any) -> None:
+        def _wait_for_lanes(self) -> None:
             raise ZeroDivisionError("division by zero")
 
     with serving(model, engine_type=Faulty) as engine:

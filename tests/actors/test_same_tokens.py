@@ -268,7 +268,7 @@ def test_shares_move_and_lanes_come_and_go(model: Path, expected: list[int], lev
         # the prompt of the second request goes through under yet another split
         assert engine.generate(PROMPT[::-1], max_tokens=8)
         assert engine.generate(PROMPT, max_tokens=24) == expected
-        assert engine.engine.replans == len(splits)
+        assert engine.engine.shadow.replans == len(splits)
         steps = [step for _, step in engine.planner.announced]
         assert steps == sorted(set(steps))
 
@@ -294,8 +294,8 @@ def test_blocks_leave_and_enter_ram(model: Path, expected: list[int], cores: Any
         assert e.generate(PROMPT, max_tokens=24) == expected
         assert e.generate(PROMPT[::-1], max_tokens=4)
         assert e.generate(PROMPT, max_tokens=24) == expected
-        assert e.engine.replans == len(choices)
-        assert set(e.engine.homes.offsets) == set(resident)
+        assert e.engine.shadow.replans == len(choices)
+        assert set(e.engine.crew.homes.offsets) == set(resident)
 
 
 def test_shares_smaller_than_blocks(tiny_model: Callable[..., Path]) -> None:

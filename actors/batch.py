@@ -1,0 +1,174 @@
+"""Which requests run, what each step carries of them, and what they get from it.
+
+Knows nothing of lanes: sequences go in, step plans come out, logits come back. A step's shape
+depends on the sequences it carries alone, and a prompt's chunks on that prompt alone, so nobody
+else's requests change the bits of an answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+import numpy as np
+
+from shadowlane.actors.records import Row, StepPlan
+from shadowlane.actors.sequence import LaneUse, Sequence
+from shadowlane.actors.spec import Options
+from shadowlane.ops.table import MAX_DECODE_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A plan, and the sequences whose rows it has, in the order of their rows."""
+
+    plan: StepPlan
+    carried: tuple[Sequence, ...]
+
+
+class Batch:
+    """Sequences that wait and sequences that run. Only `add` and `cancel` are for other threads."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.changed = threading.Condition()  # held to touch `waiting`; told when work comes
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._slots: list[list[int]] = [[] for _ in range(options.max_batch)]  # tokens with keys
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def cancel(self, sequence: Sequence) -> None:
+        sequence.is_cancelled = True
+        with self.changed:
+            self.changed.notify_all()
+
+    def admit(self, lane_use: Callable[[], LaneUse]) -> None:
+        """Give free slots to waiting sequences, first come first served."""
+        with self.changed:
+            for sequence in [each for each in self.waiting if each.is_cancelled]:
+                self.waiting.remove(sequence)
+                sequence.finish("cancelled")
+            used = {sequence.slot for sequence in self.running}
+            free = [slot for slot in range(len(self._slots)) if slot not in used]
+            while free and self.waiting:
+                sequence = self.waiting.pop(0)
+                slot = max(free, key=lambda each: common_prefix(self._slots[each], sequence.prompt))
+                free.remove(slot)
+                kept = 0
+                if sequence.reuses_cache:
+                    # the last token must go through a step again: its logits are wanted
+                    shared = common_prefix(self._slots[slot], sequence.prompt)
+                    kept = min(shared, len(sequence.prompt) - 1)
+                sequence.start(slot, kept, lane_use)
+                self._slots[slot] = sequence.known
+                self.running.append(sequence)
+
+    def form_step(self) -> Step:
+        """One token of each decoding sequence, and the next chunk of one prompt."""
+        prompts = [sequence for sequence in self.running if not sequence.is_decoding]
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
+        if prompts:
+            sequence = prompts[0]
+            limit = self._options.prefill_chunk
+            if sequence.wants_logits:
+                limit = min(limit, self._options.logit_rows)
+            if len(sequence.pending[:limit]) <= MAX_DECODE_ROWS:
+                rows = _rows(sequence, limit)
+                return Step(StepPlan(rows, len(rows), same_sequence=True), (sequence,))
+        rows = tuple(row for each in decoding for row in _rows(each, 1))
+        if not prompts:
+            return Step(StepPlan(rows, len(rows), same_sequence=False), tuple(decoding))
+        plan = StepPlan(rows + _rows(sequence, limit), len(rows), same_sequence=False)
+        return Step(plan, (*decoding, sequence))
+
+    def give_results(self, step: Step, logits: np.ndarray, context: int, seconds: float) -> None:
+        """Sample for each sequence whose turn it is; logits float32 [rows wanted, vocab]."""
+        place = 0
+        for sequence in step.carried:
+            if sequence.wants_logits:
+                count = sum(
+                    row.wants_logits and row.slot == sequence.slot for row in step.plan.rows
+                )
+                sequence.give_logits(logits[place : place + count])
+                place += count
+            elif not sequence.pending:
+                try:
+                    sequence.give_token(logits[place], context)
+                except FloatingPointError as error:
+                    sequence.fail(str(error))
+                place += 1
+            if step.plan.is_decode and not step.plan.same_sequence:
+                sequence.decode_seconds.append(seconds)
+        self._reap()
+
+    def _reap(self) -> None:
+        """Free the slots of sequences that are over; what they cached may serve a later turn."""
+        for sequence in list(self.running):
+            if sequence.is_cancelled and not sequence.is_over:
+                sequence.finish("cancelled")
+            if sequence.is_over:
+                assert sequence.slot is not None
+                self._slots[sequence.slot] = list(sequence.known)
+                self.running.remove(sequence)
+
+    def fail_running(self, reason: str) -> None:
+        """A step failed: end what it carried, and forget caches that may be half a step's."""
+        for sequence in self.running:
+            assert sequence.slot is not None
+            self._slots[sequence.slot] = []
+            if not sequence.is_over:
+                sequence.fail(reason)
+        self.running.clear()
+
+    def fail_all(self, reason: str) -> None:
+        with self.changed:
+            sequences = [*self.waiting, *self.running]
+            self.waiting.clear()
+            self.running.clear()
+        for sequence in sequences:
+            if not sequence.is_over:
+                sequence.fail(reason)
+
+
+def _rows(sequence: Sequence, limit: int) -> tuple[Row, ...]:
+    position = len(sequence.known)
+    tokens = sequence.take(limit)
+    assert sequence.slot is not None
+    return tuple(
+        Row(
+            token,
+            position + index,
+            sequence.slot,
+            sequence.wants_logits or (index == len(tokens) - 1 and not sequence.pending),
+        )
+        for index, token in enumerate(tokens)
+    )
+
+
+def check_prompt(prompt: Tokens[int], context: int, vocab: int, wants_logits: bool) -> None:
+    """Raises ValueError for an empty prompt, an unknown id, or one that leaves no room."""
+    if not prompt:
+        raise ValueError("prompt must hold at least one token; got none")
+    if len(prompt) > (context if wants_logits else context - 1):
+        raise ValueError(
+            f"prompt must leave room in the context of {context} tokens; "
+            f"it has {len(prompt)} tokens"
+        )
+    for token in prompt:
+        if not 0 <= token < vocab:
+            raise ValueError(f"token ids must be between 0 and {vocab - 1}; got {token}")
+
+
+def common_prefix(left: Tokens[int], right: Tokens[int]) -> int:
+    """Number of leading tokens that are the same."""
+    count = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

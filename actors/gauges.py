@@ -1,0 +1,112 @@
+"""What the lanes have done so far, from the counters and span rings they write in the arena."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from shadowlane.actors import disk_lane as disk
+from shadowlane.actors.arena import (
+    DISK_SPAN_FIELDS,
+    DISK_SPAN_RING,
+    DISK_STATISTICS,
+    Arena,
+    ArenaLayout,
+)
+from shadowlane.ops import table as t
+from shadowlane.planner.events import RunQueueDelayed
+from shadowlane.planner.placement import DISK_LANE, LaneSpec
+
+DELAY_PERIOD_S = 0.2  # how far apart looks at the run queue are
+STALE_PERIODS = 5  # a look longer ago than so many periods says nothing of now
+
+
+class Gauges:
+    """Reads; writes nothing."""
+
+    def __init__(self, arena: Arena, layout: ArenaLayout, lanes: Sequence[LaneSpec]) -> None:
+        self._arena = arena
+        self._layout = layout
+        self._lanes = tuple(lanes)
+        self._disk = arena.view(layout.disk, np.int64, DISK_STATISTICS)
+        self._workers = [
+            [
+                arena.view(
+                    layout.workers[number] + worker * t.WORKER_NBYTES,
+                    np.int64,
+                    t.WORKER_HEADER_NBYTES // 8,
+                )
+                for worker in range(spec.threads)
+            ]
+            for number, spec in enumerate(self._lanes)
+        ]
+        self._delays: tuple[float, list[list[int]]] | None = None
+
+    def disk_statistics(self) -> np.ndarray:
+        """The disk lane's fields, int64; see `disk_lane.py`."""
+        return self._disk
+
+    def worker_statistics(self, lane: int, worker: int) -> np.ndarray:
+        """A worker's fields, int64; see `ops/table.py`."""
+        return self._workers[lane][worker]
+
+    def busy_ns(self) -> dict[str, tuple[int, int]]:
+        """(busy, waiting) ns of each lane since the start; of a compute lane, its workers' mean."""
+        result = {}
+        for spec, rows in zip(self._lanes, self._workers, strict=True):
+            busy = sum(int(row[t.BUSY_NS]) for row in rows) // spec.threads
+            waiting = sum(int(row[t.WAIT_NS]) + int(row[t.DISK_WAIT_NS]) for row in rows)
+            result[spec.name] = (busy, waiting // spec.threads)
+        result[DISK_LANE] = (int(self._disk[disk.BUSY_NS]), 0)
+        return result
+
+    def lane_use(self, multiplied: Sequence[int]) -> dict[str, tuple[int, int]]:
+        """(busy ns, bytes) of each lane since the start. `multiplied`: bytes per compute lane."""
+        busy = self.busy_ns()
+        use = {
+            spec.name: (busy[spec.name][0], multiplied[number])
+            for number, spec in enumerate(self._lanes)
+        }
+        read = int(self._disk[disk.SWEEP_NBYTES]) + int(self._disk[disk.GATHER_NBYTES])
+        use[DISK_LANE] = (busy[DISK_LANE][0], read)
+        return use
+
+    def worker_spans(self, lane: int, worker: int) -> np.ndarray:
+        """The spans that a worker's ring still holds, oldest first: int64 [n, SPAN_FIELDS]."""
+        place = self._layout.workers[lane] + worker * t.WORKER_NBYTES + t.WORKER_HEADER_NBYTES
+        ring = self._arena.view(place, np.int64, t.SPAN_RING, t.SPAN_FIELDS)
+        return ordered(ring, int(self._workers[lane][worker][t.NUM_SPANS]))
+
+    def disk_spans(self) -> np.ndarray:
+        """The same of the disk lane: int64 [n, DISK_SPAN_FIELDS]."""
+        place = self._layout.disk + DISK_STATISTICS * 8
+        ring = self._arena.view(place, np.int64, DISK_SPAN_RING, DISK_SPAN_FIELDS)
+        return ordered(ring, int(self._disk[disk.NUM_SPANS]))
+
+    def run_queue_delays(self) -> list[RunQueueDelayed]:
+        """How much each lane's unluckiest thread waited for its core since the last look.
+
+        Nothing until a period has passed, or where the last look is too long ago to compare with.
+        """
+        now = time.monotonic()
+        if self._delays is not None and now - self._delays[0] < DELAY_PERIOD_S:
+            return []
+        current = [[int(row[t.RUN_DELAY_NS]) for row in rows] for rows in self._workers]
+        seen, self._delays = self._delays, (now, current)
+        if seen is None or now - seen[0] > STALE_PERIODS * DELAY_PERIOD_S:
+            return []
+        events = []
+        for spec, old, new in zip(self._lanes, seen[1], current, strict=True):
+            worst = max(after - before for before, after in zip(old, new, strict=True))
+            fraction = min(1.0, worst / 1e9 / (now - seen[0]))
+            events.append(RunQueueDelayed(spec.name, fraction))
+        return events
+
+
+def ordered(ring: np.ndarray, written: int) -> np.ndarray:
+    """A copy of a ring's rows, oldest first, when `written` have been written in all."""
+    if written <= len(ring):
+        return ring[:written].copy()
+    return np.roll(ring, -(written % len(ring)), axis=0)

@@ -1,0 +1,173 @@
+"""The engine's end of the line to the planner: measurements go out, commands come in.
+
+A message takes a millisecond, so it is sent while a step runs and heard a step or more later.
+Whatever becomes of the planner, steps go on: only the shadow is lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from shadowlane.actors.crew import Acknowledgement, Crew
+from shadowlane.actors.gauges import Gauges
+from shadowlane.actors.hosts import Host, LaneDied, Pending, Remote
+from shadowlane.actors.spec import EngineSettings
+from shadowlane.planner import events as ev
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.placement import Placement, Request
+from shadowlane.planner.profile import Profile
+
+EVENT_PERIOD_S = 0.05  # measurements go to the planner in batches this far apart
+RESTARTS = 3  # how often a planner that died is started again
+
+
+class ShadowLink:
+    """One planner, and what it has asked for. `is_open` is False once there is no shadow."""
+
+    def __init__(
+        self,
+        host: Host,
+        catalog: Catalog,
+        request: Request,
+        crew: Crew,
+        settings: EngineSettings,
+    ) -> None:
+        self._host = host
+        self._catalog = catalog
+        self._request = request
+        self._crew = crew
+        self._profile: Profile | None = None
+        self._spin_us = settings.spin_us
+        self.is_open = settings.replan and settings.shares is None
+        self.planner: Remote | None = None
+        self.decisions: deque[str] = deque(maxlen=100)  # what the planner decided, and why
+        self.notes: list[str] = []
+        self.replans = 0
+        self._events: list[ev.Event] = []
+        self.thinking: Pending | None = None
+        self._commands: deque[ev.Command] = deque()
+        self._waiting_for: list[Acknowledgement] = []
+        self._sent_at = 0.0
+        self._restarts = 0
+
+    def launch(self) -> None:
+        if self.planner is None and self.is_open:
+            self.planner = self._host.start_planner()
+
+    def first_placement(self, profile: Profile | None) -> Placement:
+        """What the planner starts with. Raises InfeasiblePlan."""
+        assert self.planner is not None, "the planner must be launched first"
+        self._profile = profile
+        self.planner.call("open", self._catalog, self._request, profile).result()
+        (command,) = self.planner.call("handle", [ev.EngineStarted()]).result()
+        assert isinstance(command, ev.PublishPlacement)
+        return command.placement
+
+    def first_acknowledged(self, answers: list[Acknowledgement], step: int) -> None:
+        """All lanes hold the first placement; `step` is the first to run under it."""
+        events: list[ev.Event] = []
+        for answer in answers:
+            answer.pending.result()
+            events.append(ev.PlacementAcknowledged(answer.lane, answer.placement_id))
+        if self.is_open and self.planner is not None:
+            self.planner.call("handle", events).result()
+            self.note(ev.PlacementAnnounced(answers[0].placement_id, step))
+
+    def note(self, event: ev.Event) -> None:
+        """An event for the next message."""
+        if self.is_open:
+            self._events.append(event)
+
+    def talk(self, gauges: Gauges) -> None:
+        """Take what has come, send what has gathered. May be called while a step runs."""
+        still = []
+        for answer in self._waiting_for:
+            if answer.pending.is_done():
+                answer.pending.result()
+                self.note(ev.PlacementAcknowledged(answer.lane, answer.placement_id))
+            else:
+                still.append(answer)
+        self._waiting_for = still
+        if self.thinking is not None and self.thinking.is_done():
+            thinking, self.thinking = self.thinking, None
+            self._hear(thinking)
+        if not self.is_open or self.thinking is not None or self.planner is None:
+            return
+        now = time.monotonic()
+        if self._events and now - self._sent_at >= EVENT_PERIOD_S:
+            self._events.extend(gauges.run_queue_delays())
+            self.thinking = self.planner.call("handle", self._events)
+            self._events, self._sent_at = [], now
+
+    def obey(self, step: int) -> list[ev.SetSpin]:
+        """Carry out what the planner asked for, between steps; `step` is the next.
+
+        Returns the commands about spinning, which are the engine's to carry out.
+        """
+        spins = []
+        while self._commands:
+            command = self._commands[0]  # one that a dying lane cuts short is obeyed again
+            if isinstance(command, ev.SetSpin):
+                spins.append(command)
+            else:
+                self.carry_out(command, step)
+            self._commands.popleft()
+        return spins
+
+    def carry_out(self, command: ev.Command, step: int) -> None:
+        crew = self._crew
+        if isinstance(command, ev.Note):
+            self.decisions.append(command.text)
+        elif isinstance(command, ev.PublishPlacement):
+            placement = command.placement
+            self.decisions.append(command.reason)
+            why = crew.make_room_for(placement)
+            if why is not None:
+                self.note(ev.PlacementRefused(placement.placement_id, why))
+                return
+            self._waiting_for += crew.publish(placement)
+        elif isinstance(command, ev.AnnouncePlacement):
+            crew.switch(crew.published(command.placement_id))
+            self.replans += 1
+            self.note(ev.PlacementAnnounced(command.placement_id, step))
+        elif isinstance(command, ev.RetirePlacement):
+            crew.retire(command.placement_id)
+
+    def lanes_restarted(self) -> None:
+        """Lanes hold all published placements again, so none is waited for."""
+        for answer in self._waiting_for:
+            self.note(ev.PlacementAcknowledged(answer.lane, answer.placement_id))
+        self._waiting_for = []
+
+    def _hear(self, thinking: Pending) -> None:
+        """One whose process died is started again, and told what is running; one that failed by
+        its own fault would fail again."""
+        try:
+            self._commands.extend(thinking.result())
+            return
+        except LaneDied as error:
+            reason = str(error)
+            self._restarts += 1
+            self.is_open = self._restarts <= RESTARTS
+        except Exception as error:  # a fault of the planner must not become one of the engine
+            reason = f"planner: {type(error).__name__}: {error}"
+            self.is_open = False
+        self._crew.retire_all_but_current()
+        self._waiting_for, self._events = [], []
+        self._commands.clear()
+        for lane in self._crew.lanes:  # how long waits spin was the lost planner's wish
+            self._commands.append(ev.SetSpin(lane.name, self._spin_us))
+        if not self.is_open:
+            self.notes.append(f"{reason}; going on without a shadow")
+            return
+        self.decisions.append(f"{reason}; started again under the plan in force")
+        self.planner = self._host.start_planner()
+        self.thinking = self.planner.call(
+            "resume",
+            self._catalog,
+            self._request,
+            self._profile,
+            self._crew.placement,
+            self._crew.newest_id,
+        )
