@@ -44,7 +44,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1])
+@pytest.mark.parametrize(
+    "kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1, Kind.MXFP4]
+)
 def test_bytes_shapes_and_names_are_those_the_package_wrote(path: Path, kind: Kind) -> None:
     stored = write_gguf(path, kind=kind)
     files = open_model(path)
