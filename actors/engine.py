@@ -240,7 +240,7 @@ class Engine:
             while self._wait_for_work():
                 try:
                     self._look_after_lanes()
-                    self.batch.admit(self._lane_use)
+                    self.batch.admit(self.lane_use_now)
                     for command in self.shadow.obey(self.step + 1):
                         self.set_spin_us(command.lane, command.spin_us)
                     if self.batch.running:
@@ -402,7 +402,8 @@ class Engine:
         remotes = [*self.crew.cpus, self.crew.disk_lane, self.shadow.planner]
         return {remote.name: remote.process_id() for remote in remotes if remote is not None}
 
-    def _lane_use(self) -> LaneUse:
+    def lane_use_now(self) -> LaneUse:
+        """(busy ns, bytes) of each lane since the start."""
         return self.gauges.lane_use(self._multiplied)
 
     def lane_use(self, sequence: Sequence) -> dict[str, tuple[float, int]]:

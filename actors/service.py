@@ -10,6 +10,7 @@ import os
 import statistics
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
@@ -365,6 +366,13 @@ class Service:
     def process_ids(self) -> dict[str, int]:
         """Process of the engine, each lane and the planner."""
         return {"engine": os.getpid(), **self.engine.process_ids()}
+
+    def lane_use(self) -> tuple[float, dict[str, tuple[float, int]]]:
+        """(monotonic s, lane -> (busy s, bytes moved)) since the start."""
+        use = self.engine.lane_use_now()
+        return time.monotonic(), {
+            name: (busy / 1e9, nbytes) for name, (busy, nbytes) in use.items()
+        }
 
     def timeline(self) -> dict[str, Any]:
         """The newest steps of every lane, as trace events."""

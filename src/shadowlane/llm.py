@@ -247,6 +247,10 @@ class LLM:
         """Speeds, bytes per tier and lane use of the newest request."""
         return self._call("stats")  # type: ignore[no-any-return]
 
+    def lane_use(self) -> tuple[float, dict[str, tuple[float, int]]]:
+        """(monotonic s, lane -> (busy s, bytes moved)) since the start, for meters."""
+        return self._call("lane_use")  # type: ignore[no-any-return]
+
     @property
     def dashboard(self) -> tuple[str, str | None] | None:
         """(address, token it asks for) of Ray's dashboard; None where the cluster has none."""

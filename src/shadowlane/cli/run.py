@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shadowlane.cli import options
+from shadowlane.cli.bars import LaneBars
 from shadowlane.cli.stages import Stages
 from shadowlane.models import DEFAULT_MODEL, resolve_model
 
@@ -85,14 +86,15 @@ def run(
                 chunks = llm.stream(text, params)
             else:
                 chunks = llm.stream_chat([{"role": "user", "content": text}], params)
-            with closing(chunks):
+            with closing(chunks), ExitStack() as shown:
+                bars: LaneBars | None = None
                 for chunk in chunks:
                     stages.stop()
                     written.append(chunk.text)
                     token_ids.extend(chunk.token_ids)
                     if not json_output:
-                        sys.stdout.write(chunk.text)
-                        sys.stdout.flush()
+                        bars = bars or shown.enter_context(LaneBars(llm))
+                        bars.write(chunk.text)
             stats = llm.stats()
     from shadowlane import report
 
