@@ -8,7 +8,6 @@ GGUF has for them, rotary pairs side by side.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ from shadowlane.ops.decoder_config import DecoderConfig, read_config
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.expand import expand_rows
 from shadowlane.ops.files.base import ModelFiles, TensorSource
+from shadowlane.ops.files.checked import CheckedFile
 from shadowlane.ops.files.gguf import gguf_name
 from shadowlane.ops.files.gguf_writer import NewTensor, write_gguf
 from shadowlane.ops.layouts import LAYOUTS
@@ -128,12 +128,13 @@ def _pieces(source: TensorSource, kind: str, head_dim: int) -> Iterator[bytes]:
         rows, cols = 1, rows
     row_nbytes = LAYOUTS[source.layout].row_nbytes(cols)
     height = max(1, PIECE_NBYTES // (4 * cols * head_dim)) * head_dim
-    descriptor = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with CheckedFile(Path(source.path)) as file:
         for first in range(0, rows, height):
             count = min(height, rows - first)
-            raw = _read(descriptor, source, first * row_nbytes, count * row_nbytes)
-            values = expand_rows(source.layout, raw, count, cols)
+            raw = file.read(source.offset + first * row_nbytes, count * row_nbytes)
+            if len(raw) != count * row_nbytes:
+                raise ModelError(f"{source.path}: a model file must not change while it is used")
+            values = expand_rows(source.layout, np.frombuffer(raw, np.uint8), count, cols)
             if kind == "f32":
                 yield _paired(values.reshape(-1, 1), head_dim).tobytes()
                 continue
@@ -141,8 +142,6 @@ def _pieces(source: TensorSource, kind: str, head_dim: int) -> Iterator[bytes]:
                 yield pack_rows(kind, _paired(values, head_dim)).tobytes()  # type: ignore[arg-type]
             except ValueError as error:
                 raise ModelError(f"{source.name}: {error}") from error
-    finally:
-        os.close(descriptor)
 
 
 def _paired(rows: np.ndarray, head_dim: int) -> np.ndarray:
@@ -151,17 +150,6 @@ def _paired(rows: np.ndarray, head_dim: int) -> np.ndarray:
         return rows
     halves = rows.reshape(-1, 2, head_dim // 2, rows.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
-
-
-def _read(descriptor: int, source: TensorSource, offset: int, nbytes: int) -> np.ndarray:
-    raw = np.empty(nbytes, np.uint8)
-    view, done = memoryview(raw), 0
-    while done < nbytes:
-        count = os.preadv(descriptor, [view[done:]], source.offset + offset + done)
-        if not count:
-            raise ModelError(f"{source.path}: a model file must not change while it is used")
-        done += count
-    return raw
 
 
 # -- metadata

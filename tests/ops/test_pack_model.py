@@ -22,6 +22,7 @@ from shadowlane.ops.expand import expand_rows
 from shadowlane.ops.files import ModelFiles, TensorSource, open_model
 from shadowlane.ops.pack_model import PackedModel, pack_model
 from shadowlane.ops.tokenizer import HUGGING_FACE_FIELD, load_tokenizer
+from shadowlane.ops.tokenizer_sentencepiece import Sentencepiece, build_sentencepiece
 from shadowlane.ops.tokenizer_to_gguf import PROBE
 
 REFUSED = ("llama-dynamic", "qwen2-window", "qwen3-window")
@@ -147,6 +148,25 @@ def test_a_full_disk_and_a_failure_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_weights_that_are_not_finite_or_gone_are_named(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(models("llama2"), model)
+    name = "model.layers.1.mlp.up_proj.weight"
+    source = open_model(model).tensors[name]
+    with open(source.path, "r+b") as file:
+        file.seek(source.offset + 400)
+        file.write(np.float32(np.nan).tobytes())
+    with pytest.raises(ModelError, match=rf"{name}: values must be finite"):
+        write(model, "q8_0", tmp_path / "packed.gguf")
+    files = open_model(model)
+    Path(source.path).unlink()
+    with pytest.raises(ModelError, match=r"model.safetensors: cannot be read"):
+        pack_model(files, "q8_0", tmp_path / "packed.gguf", tmp_path, lambda done: None)
+    assert not (tmp_path / "packed.gguf").exists()
+
+
 def test_a_packed_file_is_not_packed_again(models: Callable[[str], Path], tmp_path: Path) -> None:
     _, again, _ = write(models("llama2"), "q8_0", tmp_path / "packed.gguf")
     with pytest.raises(ModelError, match="this is GGUF already"):
@@ -221,3 +241,38 @@ def test_tokenizers_and_chat_templates_come_back(
     else:
         assert again.gguf_metadata["tokenizer.ggml.pre"] == split
         assert made.notes == ()
+
+
+@pytest.mark.parametrize("adds_space", [False, True])
+def test_sentencepiece_tokenizers_come_back(
+    models: Callable[[str], Path], tmp_path: Path, adds_space: bool
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(models("llama2"), model)
+    words = ["▁t", "▁th", "▁the", "he", "in", "▁in", "en", "▁do", "12", "34", "1234", "▁▁"]
+    letters = sorted(set("".join(words)) | set("etaoinshrdlu"))
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [2, 3, 3, *([6] * 256), *([1] * (len(words) + len(letters)))]
+    scores = [0.0] * len(tokens) + [-float(rank) for rank in range(len(words))]
+    vocabulary = Sentencepiece(
+        tokens=[*tokens, *words, *letters],
+        scores=[*scores, *([-1e6] * len(letters))],
+        types=types,
+        unknown_id=0,
+        adds_space=adds_space,
+    )
+    (model / "tokenizer.json").write_text(build_sentencepiece(vocabulary).to_str())
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
+    (model / "tokenizer_config.json").write_text(json.dumps(named))
+    files, again, made = write(model, "q8_0", tmp_path / "packed.gguf")
+    before, after = load_tokenizer(files, tmp_path), load_tokenizer(again, tmp_path)
+    assert before is not None
+    assert after is not None
+    for text in ("", "the end in 1234 doings", "thenen", PROBE):
+        ids = before.encode(text)
+        assert ids[0] == 1
+        assert after.encode(text) == ids
+        assert after.decode(ids) == before.decode(ids)
+    assert again.gguf_metadata is not None
+    assert again.gguf_metadata["tokenizer.ggml.model"] == "llama"
+    assert made.notes == ()
