@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -398,9 +399,13 @@ class Engine:
     # -- what may be asked
 
     def process_ids(self) -> dict[str, int]:
-        """Process of each lane and of the planner."""
-        remotes = [*self.crew.cpus, self.crew.disk_lane, self.shadow.planner]
-        return {remote.name: remote.process_id() for remote in remotes if remote is not None}
+        """Process of each lane and of the planner; without those that are gone."""
+        found = {}
+        for remote in [*self.crew.cpus, self.crew.disk_lane, self.shadow.planner]:
+            with suppress(LaneDied):
+                if remote is not None:
+                    found[remote.name] = remote.process_id()
+        return found
 
     def lane_use_now(self) -> LaneUse:
         """(busy ns, bytes) of each lane since the start."""

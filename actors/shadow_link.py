@@ -19,7 +19,7 @@ from shadowlane.planner.placement import Placement, Request
 from shadowlane.planner.profile import Profile
 
 EVENT_PERIOD_S = 0.05  # measurements go to the planner in batches this far apart
-RESTARTS = 3  # how often a planner that died is started again
+RESTARTS = 3  # how often a planner that dies before it answers is started again
 
 
 class ShadowLink:
@@ -145,6 +145,7 @@ class ShadowLink:
         its own fault would fail again."""
         try:
             self._commands.extend(thinking.result())
+            self._restarts = 0
             return
         except LaneDied as error:
             reason = str(error)
