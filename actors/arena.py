@@ -141,7 +141,7 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
     max_pages = -(-placement.context_tokens // blueprint.catalog.page_tokens)
     record = t.RecordLayout(
         rows=t.MAX_DECODE_ROWS + blueprint.options.prefill_chunk,
-        logits=blueprint.options.logit_rows,
+        logits=blueprint.options.step_logits,
         sequences=blueprint.options.max_batch,
         max_pages=max_pages,
         half_dim=config.head_dim // 2,

@@ -71,7 +71,7 @@ class ScratchPlan:
     attended_chunk: int  # compute type [chunk, heads * head_dim]
     activated: int  # f32 [MAX_DECODE_ROWS, intermediate]
     activated_chunk: int  # compute type [chunk, intermediate]
-    logits: int  # f32 [logit rows, vocabulary]
+    logits: int  # f32 [logit rows of a step, vocabulary]
     gather: int  # [R, embedding row]
     worker_input: int  # one worker's scratch: normalised inputs
     worker_quantised: int  # the same for packed weights
@@ -405,10 +405,10 @@ def _plan_scratch(
         attended_chunk=chunk * heads_width * element,
         activated=MAX_DECODE_ROWS * config.intermediate_size * 4,
         activated_chunk=chunk * config.intermediate_size * element,
-        logits=options.logit_rows * config.vocab_size * 4,
+        logits=options.step_logits * config.vocab_size * 4,
         gather=rows * gather_stride(embedding),
-        worker_input=max(MAX_DECODE_ROWS, options.logit_rows) * config.hidden_size * 4,
-        worker_quantised=max(MAX_DECODE_ROWS, options.logit_rows) * quantised_stride(config),
+        worker_input=max(MAX_DECODE_ROWS, options.step_logits) * config.hidden_size * 4,
+        worker_quantised=max(MAX_DECODE_ROWS, options.step_logits) * quantised_stride(config),
         worker_output=2 * MAX_DECODE_ROWS * MAX_BLOCK_ROWS * 4,
         worker_expand=256 + max(4 * widest, (1 + grouped) * config.head_dim) * 4,
         worker_scores=grouped * context * 4,

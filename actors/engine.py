@@ -126,7 +126,7 @@ class Engine:
         self._logits = arena.view(
             self.layout.scratch["logits"],
             np.float32,
-            self.blueprint.options.logit_rows,
+            self.blueprint.options.step_logits,
             self.blueprint.config.vocab_size,
         )
         self._write_constants(arena)

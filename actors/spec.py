@@ -26,8 +26,19 @@ class Options:
     dtype: DataType | None = None  # compute type and KV type; None: the file's, or the fastest
     context: int | None = None
     max_batch: int = 1
-    logit_rows: int = MAX_DECODE_ROWS  # rows of logits that one step may give
+    logit_rows: int = MAX_DECODE_ROWS  # rows of logits that one step may give to one request
     prefill_chunk: int = PREFILL_CHUNK
+
+    @property
+    def step_logits(self) -> int:
+        """The most rows of logits that one step gives to all requests together.
+
+        Up to MAX_DECODE_ROWS rows of a request that wants them all are a step of their own; a
+        longer chunk shares its step with a row of every other sequence.
+        """
+        if self.logit_rows <= MAX_DECODE_ROWS:
+            return max(self.logit_rows, self.max_batch)
+        return self.logit_rows + self.max_batch - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from inprocess import (
     with_resident,
     with_shares,
 )
-from tiny import tiny_tokens
+from tiny import reference_logits, tiny_tokens
 
 from shadowlane.actors.blueprint import Options
 from shadowlane.planner.catalog import Catalog
@@ -147,6 +147,20 @@ def test_other_requests_change_nothing(
         with running(model, cores=cores, options=options, ram=ram) as engine:
             requests = [engine.submit(prompt, max_tokens=24) for prompt in prompts]
             assert [collect(request) for request in requests] == alone
+
+
+@pytest.mark.parametrize("logit_rows", [1, 4, 24])
+def test_logits_are_given_beside_other_requests(model: Path, logit_rows: int) -> None:
+    """A chunk that wants all its logits shares a step with a row of every other sequence."""
+    options = replace(OPTIONS, max_batch=3, logit_rows=logit_rows)
+    with running(model, options=replace(options, max_batch=1)) as engine:
+        alone = engine.logits(PROMPT)
+    with running(model, options=options) as engine:
+        first = [engine.generate(PROMPT[n:], max_tokens=60) for n in (3, 9)]
+        others = [engine.submit(PROMPT[n:], max_tokens=60) for n in (3, 9)]
+        heard = [list(other.outputs.get(timeout=60).token_ids) for other in others]
+        assert np.array_equal(engine.logits(PROMPT), alone)
+        assert [ids + collect(other) for ids, other in zip(heard, others, strict=True)] == first
 
 
 def test_a_cancelled_request_changes_nothing(model: Path, expected: list[int]) -> None:
@@ -313,6 +327,35 @@ def test_shares_smaller_than_blocks(tiny_model: Callable[..., Path]) -> None:
 
             with running(model, cores=TWO_LANES, options=OPTIONS, first=first) as engine:
                 assert [engine.generate(prompt) for prompt in prompts] == alone
+
+
+# -- shapes
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 16), (6, 3, 20), (3, 3, 10)])
+def test_kv_heads_that_threads_do_not_divide(
+    tiny_model: Callable[..., Path], heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Query heads are shared out then; rows of k and v begin inside a unit of 16 where head_dim
+    is no multiple of it."""
+    model = tiny_model(
+        "llama2",
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_size=heads * head_dim,
+    )
+    chunks = [1] * len(PROMPT)
+    theirs = reference_logits(model, PROMPT, chunks)
+    tokens, rows = [], []
+    for cores in SETUPS:
+        with running(model, cores=cores, options=replace(OPTIONS, logit_rows=1)) as engine:
+            rows.append(engine.logits(PROMPT))
+            tokens.append(engine.generate(PROMPT, max_tokens=24))
+    assert np.abs(rows[0] - theirs).max() <= 1e-4
+    for each in rows[1:]:
+        assert np.array_equal(each, rows[0])
+    assert tokens == [tokens[0]] * len(SETUPS)
 
 
 # -- a real model
