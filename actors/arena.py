@@ -22,8 +22,7 @@ from shadowlane.sizes import FreeRam, format_size, free_ram
 DISK_COUNTER = t.MAX_LANES  # counters 0..MAX_LANES-1 are the compute lanes'
 GATHER_COUNTER = t.MAX_LANES + 1
 STEP_COUNTER = t.MAX_LANES + 2  # steps filled by the engine
-SWEEP_LIMIT_COUNTER = t.MAX_LANES + 3  # blocks that the disk lane may read: it stops there
-NUM_COUNTERS = t.MAX_LANES + 4
+NUM_COUNTERS = t.MAX_LANES + 3
 RECORD_RING = 8
 DISK_STATISTICS = 16  # int64 fields
 DISK_SPAN_RING = 1 << 15

@@ -17,7 +17,6 @@ from shadowlane.actors.arena import (
     GATHER_COUNTER,
     NUM_COUNTERS,
     STEP_COUNTER,
-    SWEEP_LIMIT_COUNTER,
     Arena,
     ArenaLayout,
 )
@@ -107,7 +106,6 @@ def settle_counters(
     values = dict(enumerate(lane_bases))
     values |= {
         DISK_COUNTER: 0,
-        SWEEP_LIMIT_COUNTER: 0,
         GATHER_COUNTER: step,
         STEP_COUNTER: step,
     }
