@@ -123,7 +123,7 @@ CpuThreads = Annotated[
         "--cpu-threads",
         metavar="N",
         **whole_number(1),
-        help="Threads of each compute lane. Default: one per core that is ours to use.",
+        help="Threads of all compute lanes together. Default: one per core that is ours to use.",
         rich_help_panel=_COMPUTE,
     ),
 ]
