@@ -6,7 +6,7 @@ going again when one has failed. Decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -179,24 +179,24 @@ class Crew:
         return self._published[placement_id].placement
 
     def retire(self, placement_id: int) -> None:
-        """Forget a placement that no step will use again."""
+        """Forget a placement that no step will use again, and what was moved for it alone."""
         self._published.pop(placement_id, None)
         for lane in self.cpus:
             lane.call("retire", placement_id)
+        self._drop_all_but([each.placement for each in self._published.values()])
 
     def retire_all_but_current(self) -> None:
         """Nobody will announce what else is published: forget it, and what was moved for it."""
         current = self.placement.placement_id
         for placement_id in [each for each in self._published if each != current]:
             self.retire(placement_id)
-        self._drop_all_but(self.placement)
 
     def switch(self, placement: Placement, *, is_first: bool = False) -> None:
         """Make `placement` the one that the next step runs under. Between steps only."""
         keeps_ring = not is_first and self.placement.sweep == placement.sweep
         self._start_sweep(placement, keeps_ring)
         self.placement = placement
-        self._drop_all_but(placement)
+        self._drop_all_but([placement])
 
     def _start_sweep(self, placement: Placement, keeps_ring: bool) -> None:
         """Tell the disk lane what to read from now on. `keeps_ring`: what was read ahead counts."""
@@ -278,8 +278,15 @@ class Crew:
             return str(error)
         return None
 
-    def _drop_all_but(self, placement: Placement) -> None:
-        self._drop([block for block in self.homes.offsets if not placement.resident[block]])
+    def _drop_all_but(self, placements: Sequence[Placement]) -> None:
+        """Give back the homes of blocks that none of these keeps."""
+        self._drop(
+            [
+                block
+                for block in self.homes.offsets
+                if not any(placement.resident[block] for placement in placements)
+            ]
+        )
 
     def _drop(self, blocks: Iterable[int]) -> None:
         for offset, nbytes in self.homes.drop(blocks):

@@ -129,11 +129,11 @@ class Engine:
             self.blueprint.options.step_logits,
             self.blueprint.config.vocab_size,
         )
-        self._write_constants(arena)
-        self.set_spin_us(None, self.settings.spin_us)
         layouts = {source.layout for source in self.blueprint.sources}
         tell("starting the lanes" if is_warm(layouts) else "compiling kernels, once", None)
         opened = self.crew.open(arena, self.layout)
+        self._write_constants(arena)
+        self.set_spin_us(None, self.settings.spin_us)
         self.crew.load_first(first, self.gauges.disk_statistics(), tell)
         if not is_warm(layouts):
             tell("compiling kernels, once", None)
@@ -152,21 +152,18 @@ class Engine:
 
     def _first_placement(self, profile: Profile | None) -> Placement:
         shares = self.settings.shares
-        if shares is None:
+        if shares is None and self.shadow.is_open:
             return self.shadow.first_placement(profile)
+        cost = CostModel(profile)
+        if shares is None:  # a plan that stays needs no planner beside it
+            return place(self.blueprint.catalog, self.request, cost, placement_id=1)
         if len(shares) != len(self.lanes) or min(shares) < 0 or not any(shares):
             raise ValueError(
                 f"shares must be one number of at least 0 for each of {len(self.lanes)} lanes, "
                 f"and not all 0; got {list(shares)}"
             )
         weights = {lane.name: part for lane, part in zip(self.lanes, shares, strict=True)}
-        return place(
-            self.blueprint.catalog,
-            self.request,
-            CostModel(profile),
-            placement_id=1,
-            weights=weights,
-        )
+        return place(self.blueprint.catalog, self.request, cost, placement_id=1, weights=weights)
 
     def _write_constants(self, arena: Arena) -> None:
         layout = self.layout

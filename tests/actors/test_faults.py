@@ -431,6 +431,18 @@ def test_a_cancelled_request_frees_its_slot_within_a_step(model: Path, heard: in
 # -- memory
 
 
+def test_a_start_that_fails_can_be_closed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("the constants cannot be read")
+
+    monkeypatch.setattr(Engine, "_write_constants", fail)
+    with (
+        pytest.raises(OSError, match="the constants cannot be read"),
+        running(model, options=Options(context=128)),
+    ):
+        pytest.fail("it did not start")
+
+
 def test_an_arena_that_does_not_fit_is_refused_by_name() -> None:
     check_room(1 << 30, FreeRam(1 << 30, 0, "MemAvailable"))
     with pytest.raises(MemoryError) as refused:

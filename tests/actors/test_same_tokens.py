@@ -312,6 +312,37 @@ def test_blocks_leave_and_enter_ram(model: Path, expected: list[int], cores: Any
         assert set(e.engine.crew.homes.offsets) == set(resident)
 
 
+def test_a_placement_that_is_withdrawn_gives_its_room_back(model: Path) -> None:
+    blueprint = cut(model, OPTIONS, TWO_THREADS)
+    ram = budgets(model, TWO_THREADS)[2]
+    resident = plan(blueprint, ram, TWO_THREADS).resident
+    kept = [index for index, is_kept in enumerate(resident) if is_kept]
+
+    def few(catalog: Catalog, request: Request) -> Placement:
+        first = place(catalog, request, CostModel(None))
+        return with_resident(
+            blueprint, first, 0, [index in kept[::2] for index in range(len(resident))]
+        )
+
+    with running(model, ram=ram, options=OPTIONS, first=few) as engine:
+        crew = engine.engine.crew
+        more = with_resident(blueprint, engine.engine.placement, 1, resident)
+        assert crew.make_room_for(more) is None
+        for answer in crew.publish(more):
+            assert answer.pending.result(timeout=60) == 1
+        assert set(crew.homes.offsets) == set(kept)
+        crew.retire(1)
+        assert set(crew.homes.offsets) == set(kept[::2])
+
+
+@pytest.mark.parametrize("cores", [TWO_THREADS, TWO_LANES])
+def test_a_plan_that_stays_needs_no_planner(model: Path, expected: list[int], cores: Any) -> None:
+    with running(model, cores=cores, options=OPTIONS, replan=False) as engine:
+        assert engine.engine.shadow.planner is None
+        assert engine.generate(PROMPT, max_tokens=24) == expected
+        assert engine.engine.placement.placement_id == 1
+
+
 def test_shares_smaller_than_blocks(tiny_model: Callable[..., Path]) -> None:
     """A lane whose share holds no block's first row has no tile in prefill, and keeps up."""
     model = tiny_model("llama2", intermediate_size=400)
