@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shadowlane.actors.blueprint import PAGE, Blueprint, whole_pages
+from shadowlane.actors.blueprint import PAGE, Blueprint
 from shadowlane.ops import table as t
-from shadowlane.planner.placement import Placement
+from shadowlane.planner.placement import Placement, whole_pages
 from shadowlane.sizes import FreeRam, format_size, free_ram
 
 DISK_COUNTER = t.MAX_LANES  # counters 0..MAX_LANES-1 are the compute lanes'

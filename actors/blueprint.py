@@ -22,14 +22,15 @@ from shadowlane.ops.files import ModelFiles, TensorSource, open_model
 from shadowlane.ops.layouts import LAYOUTS, quantised_nbytes
 from shadowlane.ops.table import MAX_BLOCK_ROWS, MAX_DECODE_ROWS
 from shadowlane.planner.catalog import Block, Catalog, Group
+from shadowlane.planner.context import DEFAULT_CONTEXT
+from shadowlane.planner.placement import PAGE_NBYTES, whole_pages
 
-PAGE = 4096
+PAGE = PAGE_NBYTES
 UNIT_ROWS = 16
 BLOCK_NBYTES = 2 << 20
 MIN_TILE_ROWS = 256
 MAX_TILES_OF_SMALL = 4
 PAGE_TOKENS = 32
-DEFAULT_CONTEXT = 4096
 
 LAYOUT_OF = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
@@ -135,10 +136,6 @@ class Blueprint:
     context_limit: int  # longest context that scratch has room for
     notes: tuple[str, ...]
     unexpected: tuple[str, ...]  # tensors of the file that nothing uses
-
-
-def whole_pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
 
 
 def block_rows(rows: int, row_nbytes: int) -> int:

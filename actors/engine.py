@@ -168,8 +168,12 @@ class Engine:
     def _write_constants(self, arena: Arena) -> None:
         layout = self.layout
         arena.view(layout.norm_eps, np.float32, 1)[0] = self.blueprint.config.norm_eps
-        for source in self.blueprint.constants:
-            raw = np.fromfile(source.path, np.uint8, source.nbytes, offset=source.offset)
+        read = [
+            np.fromfile(source.path, np.uint8, source.nbytes, offset=source.offset)
+            for source in self.blueprint.constants
+        ]
+        self.files.check_unchanged()  # a file cut short meanwhile gave less than was asked for
+        for source, raw in zip(self.blueprint.constants, read, strict=True):
             count = source.shape[0]
             values = arena.view(layout.constant_offsets[source.name], np.float32, count)
             values[:] = expand_rows(source.layout, raw, 1, count)[0]

@@ -48,10 +48,6 @@ class Gauges:
         """The disk lane's fields, int64; see `disk_lane.py`."""
         return self._disk
 
-    def worker_statistics(self, lane: int, worker: int) -> np.ndarray:
-        """A worker's fields, int64; see `ops/table.py`."""
-        return self._workers[lane][worker]
-
     def busy_ns(self) -> dict[str, tuple[int, int]]:
         """(busy, waiting) ns of each lane since the start; of a compute lane, its workers' mean."""
         result = {}

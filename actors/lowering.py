@@ -13,7 +13,6 @@ from shadowlane.actors.blueprint import (
     Blueprint,
     gather_stride,
     quantised_stride,
-    whole_pages,
 )
 from shadowlane.ops import table as t
 from shadowlane.ops.decoder import GroupDescription
@@ -22,7 +21,7 @@ from shadowlane.ops.expand import expand_row_address
 from shadowlane.ops.kernels import matvec_address
 from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.table import LoweredProgram
-from shadowlane.planner.placement import DISK_LANE, Placement
+from shadowlane.planner.placement import DISK_LANE, Placement, whole_pages
 from shadowlane.planner.program import ComputeInstruction, Program
 
 CHUNKS_PER_WORKER = 8

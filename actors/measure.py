@@ -151,21 +151,29 @@ def _spans(engine: Engine, threads: int) -> dict[int, tuple[int, int, int]]:
 def measure_disk(
     sources: Sequence[BlockSource], depth: int, direct: bool, seconds: float = DISK_SECONDS
 ) -> DiskFigure:
-    """Bandwidth of reads of the model's own blocks, `depth` at a time, for about `seconds`."""
+    """Bandwidth of reads of the model's own blocks, `depth` at a time, for about `seconds`.
+
+    Raises OSError, or ValueError if a file ends early.
+    """
     files = {path: ModelFile(path, direct) for path in {source.path for source in sources}}
     held = max(source.held_nbytes for source in sources)
     buffers = Arena.create(depth * held)
     lock = threading.Lock()
     state = {"next": 0, "nbytes": 0}
+    failures: list[Exception] = []
     until = time.monotonic() + seconds
 
     def work(slot: int) -> None:
-        while time.monotonic() < until:
+        while time.monotonic() < until and not failures:
             with lock:
                 number = state["next"]
                 state["next"] += 1
             source = sources[number % len(sources)]
-            files[source.path].read_block(source, buffers.memory, slot * held)
+            try:
+                files[source.path].read_block(source, buffers.memory, slot * held)
+            except Exception as error:  # raised below, by the caller's thread
+                failures.append(error)
+                return
             with lock:
                 state["nbytes"] += source.held_nbytes
 
@@ -179,5 +187,7 @@ def measure_disk(
     buffers.close()
     for file in files.values():
         file.close()
+    if failures:
+        raise failures[0]
     typical = int(np.median([source.held_nbytes for source in sources]))
     return DiskFigure(max(PAGE, typical), depth, state["nbytes"] / elapsed)

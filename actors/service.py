@@ -27,10 +27,10 @@ from shadowlane.actors.machine import hardware_fingerprint
 from shadowlane.actors.sequence import Sequence
 from shadowlane.actors.spec import Chunk, ServiceSpec
 from shadowlane.actors.timeline import make_timeline
-from shadowlane.ops.compiled import user_cache_directory
 from shadowlane.ops.sampling import SamplingParams
 from shadowlane.ops.sources import source_key
 from shadowlane.ops.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
+from shadowlane.paths import cache_dir, last_timeline_path
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report
 from shadowlane.planner.profile import Profile
@@ -91,9 +91,7 @@ class Service:
 
     def _load_tokenizer(self) -> None:
         try:
-            self._tokenizer = load_tokenizer(
-                self.engine.files, user_cache_directory() / "tokenizers"
-            )
+            self._tokenizer = load_tokenizer(self.engine.files, cache_dir() / "tokenizers")
         except Exception as error:  # raised again by `start`, in the caller's thread
             self._tokenizer_error = error
 
@@ -112,7 +110,7 @@ class Service:
         engine, self._engine = self._engine, None
         if self._thread is not None and engine.steps_retired:
             with suppress(OSError):  # a full disk must not keep an engine from closing
-                write_json(user_cache_directory() / "last-timeline.json", self._timeline(engine))
+                write_json(last_timeline_path(), self._timeline(engine))
         engine.close()
         if self._thread is not None:
             self._thread.join(timeout=5)
@@ -318,6 +316,8 @@ class Service:
         if not sequence.is_over:
             raise ValueError("the newest request is still running: its figures come at its end")
         timing = sequence.timing
+        if not timing.started:
+            raise ValueError("the newest request ended before its first step: it has no figures")
         placement = engine.placement
         generated = len(sequence.generated)
         decode_s = timing.ended - timing.first_token
@@ -408,7 +408,7 @@ def profile_path(hardware: str, blueprint: Blueprint) -> Path:
     """Where the profile of a machine with a model is kept; other kernels, another profile."""
     model = f"{blueprint.fingerprint[:16]}-{blueprint.dtype}"
     name = f"{hardware}-{model}-{source_key()[:12]}.json"
-    return user_cache_directory() / "profiles" / name
+    return cache_dir() / "profiles" / name
 
 
 def read_profile(path: Path) -> Profile | None:

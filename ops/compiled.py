@@ -26,14 +26,7 @@ from numba.core import config
 from numba.core.registry import cpu_target
 
 from shadowlane.ops.sources import source_key
-
-
-def user_cache_directory() -> Path:
-    """SHADOWLANE_CACHE, else $XDG_CACHE_HOME/shadowlane, else ~/.cache/shadowlane."""
-    if chosen := os.environ.get("SHADOWLANE_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "shadowlane"
+from shadowlane.paths import cache_dir
 
 
 @cache
@@ -57,7 +50,7 @@ def compiled_code_key() -> str:
 @cache
 def compiled_code_directory() -> Path:
     """Where this process keeps its machine code: <user cache>/numba/<key>."""
-    return user_cache_directory() / "numba" / compiled_code_key()
+    return cache_dir() / "numba" / compiled_code_key()
 
 
 @cache

@@ -36,8 +36,6 @@ _rows_mxfp4 = make_packed_rows("mxfp4")
 _sum_1, _sum_2, _sum_4 = make_weighted_sum(1), make_weighted_sum(2), make_weighted_sum(4)
 
 LAYOUT_F32 = LAYOUTS["f32"].id
-LAYOUT_F16 = LAYOUTS["f16"].id
-LAYOUT_BF16 = LAYOUTS["bf16"].id
 EXPAND_AT = 256  # bytes of scratch before the expanded rows
 MATVEC_SIGNATURE = types.void(*[types.int64] * 12)
 

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -44,8 +43,6 @@ TOKENIZER_FILES = (
 CACHE_VERSION = 1
 NO_VOCABULARY = "no_vocab"  # what GGUF files of models without tokenizer say, or "none"
 HUGGING_FACE_FIELD = "tokenizer.huggingface.json"  # a whole tokenizer.json inside a GGUF file
-
-_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ def _ring(catalog: Catalog, request: Request, weights: _Weights, room: int) -> t
         return 0, pinned
     if request.num_slots is not None:
         return request.num_slots, pinned
-    # NOTE: powers of two only: a slot is a cyclic 32-bit counter modulo their number.
+    # Powers of two, so that a slightly different budget asks for the same ring.
     affordable = min(RING_NBYTES, (room - pinned) // RING_PART) // max(1, catalog.slot_nbytes)
     slots = MIN_SLOTS
     while slots * 2 <= min(RING_SLOTS, affordable):

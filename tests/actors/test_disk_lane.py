@@ -30,7 +30,7 @@ from inprocess import (
 from tiny import tiny_tokens
 
 from shadowlane.actors.arena import DISK_COUNTER, Arena, plan_layout
-from shadowlane.actors.blueprint import PAGE, Options, read_blueprint
+from shadowlane.actors.blueprint import PAGE, BlockSource, Options, read_blueprint
 from shadowlane.actors.disk_lane import (
     GATHER_NBYTES,
     LOAD_NBYTES,
@@ -42,6 +42,7 @@ from shadowlane.actors.disk_lane import (
 )
 from shadowlane.actors.engine import Engine
 from shadowlane.actors.homes import Homes
+from shadowlane.actors.measure import measure_disk
 from shadowlane.ops.atomics import WAIT_OK, publish, wait_counter
 from shadowlane.ops.errors import ModelError
 from shadowlane.planner.placement import DISK_LANE, InfeasiblePlan
@@ -238,8 +239,6 @@ def test_loading_gives_every_block_its_bytes(model: Path) -> None:
 
 def test_a_block_at_the_very_end_of_its_file(tmp_path: Path) -> None:
     """Its enclosing range reaches beyond the end; and one that is cut short is an error."""
-    from shadowlane.actors.blueprint import BlockSource
-
     data = np.random.default_rng(3).integers(0, 255, 3 * PAGE + 100, np.uint8)
     path = tmp_path / "weights"
     data.tofile(path)
@@ -360,12 +359,13 @@ class NearTheWrap(Engine):
 
     begin = 0
 
-    def _load(self, *args: Any) -> None:
-        super()._load(*args)
-        self._lane_bases = [self.begin - 30 - number for number in range(len(self.lanes))]
-        for number, base in enumerate(self._lane_bases):
+    def _write_constants(self, arena: Arena) -> None:
+        """The arena is there and the lanes have it; nothing has been read or run yet."""
+        super()._write_constants(arena)
+        self.crew.lane_bases = [self.begin - 30 - number for number in range(len(self.lanes))]
+        for number, base in enumerate(self.crew.lane_bases):
             publish(self._address(number), base)
-        lane = self.disk._target._lane
+        lane = self.crew.disk_lane._target._lane
         lane._retired = lane._next = self.begin - 100
         publish(self._address(DISK_COUNTER), lane._retired)
 
@@ -422,13 +422,16 @@ def test_a_file_that_changes_fails_the_request(model: Path, tmp_path: Path, chan
         assert "\n" not in output.error
 
 
-def test_a_file_that_changed_before_it_is_loaded(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["constants", "weights"])
+def test_a_file_that_changed_before_it_is_loaded(model: Path, tmp_path: Path, what: str) -> None:
     path = copied(model, tmp_path)
 
     class Late(Engine):
-        def _load(self, *args: Any) -> None:
+        def _write_constants(self, arena: Arena) -> None:
+            if what == "constants":
+                os.truncate(path / "model.safetensors", 5000)
+            super()._write_constants(arena)
             os.truncate(path / "model.safetensors", 5000)
-            super()._load(*args)
 
     with (
         pytest.raises((ModelError, ValueError), match=r"model\.safetensors"),
@@ -456,3 +459,13 @@ def test_rows_of_a_changed_file_are_not_gathered(model: Path, tmp_path: Path) ->
             continue
         assert output.error is not None
         assert "must not change while it is used" in output.error
+
+
+def test_a_disk_is_not_measured_by_reads_that_fail(tmp_path: Path) -> None:
+    """A file that ends early would otherwise count as a disk that gives nothing."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(3 * 4096))
+    whole = BlockSource(str(path), 0, 8192, "f32", 4096, 0, 2, 0, 0)
+    assert measure_disk([whole], depth=2, direct=True, seconds=0.01).bytes_per_s > 0
+    with pytest.raises(ValueError, match="it ends 8192 bytes early"):
+        measure_disk([whole, replace(whole, offset=8192, nbytes=12288)], 2, True, 0.01)
