@@ -91,7 +91,7 @@ class Service:
 
     def _load_tokenizer(self) -> None:
         try:
-            self._tokenizer = load_tokenizer(self.engine.files, cache_dir() / "tokenizers")
+            self._tokenizer = load_tokenizer(self.engine.files, cache_dir())
         except Exception as error:  # raised again by `start`, in the caller's thread
             self._tokenizer_error = error
 
