@@ -241,13 +241,13 @@ class Engine:
         try:
             while self._wait_for_work():
                 try:
-                    self._look_after_lanes()
                     self.batch.admit(self.lane_use_now)
                     for command in self.shadow.obey(self.step + 1):
                         self.set_spin_us(command.lane, command.spin_us)
                     if self.batch.running:
                         self._run_step(self.batch.form_step())
-                    else:
+                    else:  # while steps run, the wait for them looks after the lanes
+                        self._look_after_lanes()
                         self.shadow.talk(self.gauges)
                 except LaneDied as error:
                     self._recover(error)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from shadowlane.ops.table import MAX_DECODE_ROWS
 
-PREFILL_CHUNK = 256
+PREFILL_CHUNK = 512
 SPIN_US = 50  # a spin shorter than a wake-up puts both sides of a barrier to sleep in turn
 READ_DEPTH = 4  # reads in flight: four threads reach what the disk gives
 

@@ -4,43 +4,41 @@ Walks the same program as `walker.walk`, in Python, because the matrix product i
 AMX and AVX-512 where they exist). Blocks have one height whatever the plan, a chunk is cut the same
 way whatever the budget, and each product runs on one thread, so its bits never depend on either.
 Decode rows that share the step go through the compiled kernels exactly as they would alone.
+
+The workers of a lane share one interpreter, so what Python does per tile is what they wait for each
+other for: tables are turned into plain numbers and tensors once per program, and a tile costs a
+handful of calls.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as functional
 
 from shadowlane.ops import table as t
-from shadowlane.ops.atomics import WAIT_OK, call_address, claim, copy_bytes, now_ns, read_f32
-from shadowlane.ops.compiled import njit
-from shadowlane.ops.kernels import (
-    EXPAND_AT,
-    LAYOUT_F32,
-    ONE,
-    element_nbytes,
-    rms_norm,
+from shadowlane.ops.atomics import WAIT_OK, claim, now_ns
+from shadowlane.ops.chunk_kernels import (
+    activate_tile,
+    decode_attention,
+    embed_rows,
+    expand_tile,
+    finish_tile,
+    finish_tile_item,
+    gather_cache,
+    normalise_rows,
+    store_chunk,
 )
 from shadowlane.ops.layouts import LAYOUTS
-from shadowlane.ops.rows import convert_row, finish_row, silu_row
 from shadowlane.ops.table import LoweredProgram
 from shadowlane.ops.walker import (
-    attend,
     block_address,
-    cache_page,
-    embed_row,
-    finish_item,
     gate_up_item,
     linear_item,
     note_span,
-    page_of,
     prepare_input,
-    rotate_head,
-    store_key_value,
-    ticket_at,
     wait_block,
     wait_inputs,
     worker_at,
@@ -49,154 +47,57 @@ from shadowlane.ops.walker import (
 EMBED_ROWS = 32  # rows of one item of EMBED
 TORCH_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 ABORTED = 1
+KEPT_PROGRAMS = 2  # the one that runs, and one on its way
 
 
-@njit
-def embed_rows(
-    base: int, geometry: Any, row: Any, blocks: Any, record: int, first: int, last: int
-) -> None:
-    for index in range(first, last):
-        embed_row(base, geometry, row, blocks, record, index)
+@dataclass(slots=True)
+class Matrix:
+    """A block of weights as the right side of a product."""
+
+    block: np.ndarray  # its row of the table
+    rows: int
+    is_streamed: bool
+    transposed: torch.Tensor | None  # [cols, rows] in place; None: made anew for each step
 
 
-@njit
-def normalise_rows(
-    base: int, geometry: Any, row: Any, first: int, count: int, layout: int, out: int, scratch: int
-) -> None:
-    """RMS norm of `count` rows of the residual stream from `first`, into a direct layout."""
-    cols = row[t.COLS]
-    eps = read_f32(base + geometry[t.NORM_EPS])
-    nbytes = element_nbytes(layout) * cols
-    for index in range(count):
-        source = base + row[t.INPUT] + (first + index) * cols * 4
-        rms_norm(
-            source, base + row[t.NORM_WEIGHT], layout, out + index * nbytes, cols, eps, scratch
-        )
+@dataclass(slots=True)
+class Tile:
+    item: np.ndarray  # its row of the table
+    first_row: int  # of the group's output
+    matrices: tuple[Matrix, ...]  # one, or gate and up
 
 
-@njit
-def expand_tile(block: Any, source: int, cols: int, layout: int, out: int, scratch: int) -> None:
-    """A whole block in a direct layout, rows packed one behind the other."""
-    nbytes = element_nbytes(layout) * cols
-    for index in range(block[t.BLOCK_NUM_ROWS]):
-        address = source + index * block[t.ROW_NBYTES]
-        if layout == LAYOUT_F32:
-            call_address(block[t.EXPAND], (address, out + index * nbytes, cols))
-        else:
-            call_address(block[t.EXPAND], (address, scratch + EXPAND_AT, cols))
-            convert_row(layout, scratch + EXPAND_AT, out + index * nbytes, cols)
+@dataclass(slots=True)
+class Instruction:
+    """A row of the table in plain numbers."""
+
+    row: np.ndarray
+    kind: int
+    group: int
+    ordinal: int
+    cols: int
+    total_rows: int
+    bias: int  # address, 0: none
+    adds: int
+    output: int  # address of float32 [rows, total_rows]
+    chunk_output: int  # address of compute type [chunk, total_rows]
+    ticket: int  # address
+    tiles: tuple[Tile, ...]
 
 
-@njit
-def decode_attention(
-    base: int, geometry: Any, row: Any, record: int, head: int, num_rows: int, scratch: int
-) -> None:
-    for index in range(num_rows):
-        store_key_value(base, geometry, row, record, index, head, scratch)
-        attend(base, geometry, row, record, index, head, 0, 1, scratch)
+@dataclass(slots=True)
+class Step:
+    """What one prefill step is about."""
 
-
-@njit
-def store_chunk(
-    base: int,
-    geometry: Any,
-    row: Any,
-    record: int,
-    first: int,
-    count: int,
-    head: int,
-    layout: int,
-    queries: int,
-    scratch: int,
-) -> None:
-    """Cache a chunk's keys and values of one KV head; rotate its queries.
-
-    queries: [grouped heads, count, head_dim] of the direct `layout`.
-    """
-    dim, heads, kv_heads = geometry[t.HEAD_DIM], geometry[t.NUM_HEADS], geometry[t.NUM_KV_HEADS]
-    grouped = heads // kv_heads
-    nbytes = element_nbytes(layout) * dim
-    for index in range(count):
-        store_key_value(base, geometry, row, record, first + index, head, scratch)
-        qkv = base + geometry[t.QKV] + (first + index) * (heads + 2 * kv_heads) * dim * 4
-        for g in range(grouped):
-            rotate_head(
-                base,
-                geometry,
-                first + index,
-                qkv + (head * grouped + g) * dim * 4,
-                row[t.Q_NORM],
-                ONE,
-                layout,
-                queries + (g * count + index) * nbytes,
-                scratch,
-            )
-
-
-@njit
-def gather_cache(
-    base: int,
-    geometry: Any,
-    layer: int,
-    record: int,
-    sequence: int,
-    start: int,
-    count: int,
-    head: int,
-    value: int,
-    out: int,
-) -> None:
-    """Copy cached tokens [start, start + count) of one head to `out`, [count, head_dim]."""
-    page_tokens = geometry[t.PAGE_TOKENS]
-    nbytes = geometry[t.HEAD_DIM] * element_nbytes(geometry[t.KV_LAYOUT])
-    done = 0
-    while done < count:
-        inside = (start + done) % page_tokens
-        span = min(page_tokens - inside, count - done)
-        page = page_of(geometry, record, sequence, start + done)
-        source = cache_page(base, geometry, layer, page, value, head) + inside * nbytes
-        copy_bytes(source, out + done * nbytes, span * nbytes)
-        done += span
-
-
-@njit
-def finish_tile(
-    product: int, layout: int, count: int, rows: int, bias: int, adds: int, out: int, stride: int
-) -> None:
-    """A product [count, rows] of a direct layout into columns of a float32 output.
-
-    bias: address of float32 [rows], or 0; adds: whether the output keeps what it has; stride: bytes
-    between the output's rows.
-    """
-    nbytes = element_nbytes(layout) * rows
-    for index in range(count):
-        finish_row(layout, product + index * nbytes, bias, adds, out + index * stride, rows)
-
-
-@njit
-def activate_tile(
-    gate: int,
-    up: int,
-    layout: int,
-    count: int,
-    rows: int,
-    gate_bias: int,
-    up_bias: int,
-    out: int,
-    stride: int,
-) -> None:
-    """silu(gate) * up of two products [count, rows], into columns of an output of their layout."""
-    nbytes = element_nbytes(layout) * rows
-    for index in range(count):
-        silu_row(
-            layout,
-            gate + index * nbytes,
-            up + index * nbytes,
-            gate_bias,
-            up_bias,
-            out + index * stride,
-            rows,
-        )
+    number: int
+    record: int  # address
+    num_decode: int
+    num_prefill: int
+    num_logits: int
+    lane_base: int
+    position: int  # of the chunk's first row
+    sequence: int
+    masks: dict[tuple[int, int, int], torch.Tensor]
 
 
 class PrefillWorker:
@@ -207,27 +108,92 @@ class PrefillWorker:
     """
 
     def __init__(self, memory: np.ndarray, geometry: np.ndarray, worker: int, scratch: int) -> None:
-        self.base = memory.ctypes.data
+        self.base = int(memory.ctypes.data)
         self.geometry = geometry
         self.worker = worker
         self.scratch = self.base + scratch
-        self._scratch_offset = scratch
-        self._bytes = torch.from_numpy(memory)
+        self._memory = memory
         self._layout = int(geometry[t.COMPUTE_LAYOUT])
         name = next(each.name for each in LAYOUTS.values() if each.id == self._layout)
         self._type = TORCH_TYPES[name]
-        self._hidden = int(geometry[t.HIDDEN])
+        self._item_nbytes = self._type.itemsize
+        whole = len(memory) // self._item_nbytes * self._item_nbytes
+        self._elements = torch.from_numpy(memory[:whole]).view(self._type)
+        self._tile_offset = scratch + int(geometry[t.SCRATCH_TILE])
         self._head_dim = int(geometry[t.HEAD_DIM])
-        self._num_heads = int(geometry[t.NUM_HEADS])
-        self._num_kv_heads = int(geometry[t.NUM_KV_HEADS])
-        self._memory = memory
-        self._products = [torch.empty(0, dtype=self._type), torch.empty(0, dtype=self._type)]
+        self._grouped = int(geometry[t.NUM_HEADS]) // int(geometry[t.NUM_KV_HEADS])
+        self._width = int(geometry[t.NUM_HEADS]) * self._head_dim
+        self._counter = self.base + int(geometry[t.COUNTERS] + geometry[t.LANE] * t.COUNTER_NBYTES)
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._prepared: dict[int, tuple[LoweredProgram, list[Instruction]]] = {}
 
-    def _view(self, offset: int, kind: torch.dtype, *shape: int) -> torch.Tensor:
-        nbytes = kind.itemsize
-        for size in shape:
-            nbytes *= size
-        return self._bytes[offset : offset + nbytes].view(kind).view(shape)
+    def _view(self, offset: int, *shape: int) -> torch.Tensor:
+        """The arena at `offset` as the compute type; rows behind each other."""
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size)
+        return self._elements.as_strided(shape, strides, offset // self._item_nbytes)
+
+    def _buffer(self, name: str, *shape: int) -> torch.Tensor:
+        """Memory of our own that is kept from tile to tile, as the compute type."""
+        size = 1
+        for extent in shape:
+            size *= extent
+        held = self._buffers.get(name)
+        if held is None or len(held) < size:
+            held = self._buffers[name] = torch.empty(size, dtype=self._type)
+        return held[:size].view(shape)
+
+    # -- programs
+
+    def _prepare(self, program: LoweredProgram) -> list[Instruction]:
+        kept = self._prepared.get(program.placement_id)
+        if kept is None or kept[0] is not program:
+            while len(self._prepared) >= KEPT_PROGRAMS:
+                del self._prepared[next(iter(self._prepared))]
+            kept = (program, [self._instruction(program, row) for row in program.instructions])
+            self._prepared[program.placement_id] = kept
+        return kept[1]
+
+    def _instruction(self, program: LoweredProgram, row: np.ndarray) -> Instruction:
+        values = [int(value) for value in row]
+        kind, cols = values[t.KIND], values[t.COLS]
+        tiles = []
+        if kind in (t.LINEAR, t.GATE_UP, t.LM_HEAD):
+            first = values[t.TILE_START]
+            for item in program.items[first : first + values[t.TILE_COUNT]]:
+                blocks = [item[t.BLOCK]]
+                if kind == t.GATE_UP:
+                    blocks.append(item[t.SECOND_BLOCK])
+                matrices = tuple(self._matrix(program.blocks[each], cols) for each in blocks)
+                tiles.append(Tile(item, int(item[t.FIRST_ROW]), matrices))
+        return Instruction(
+            row=row,
+            kind=kind,
+            group=values[t.GROUP],
+            ordinal=values[t.ORDINAL],
+            cols=cols,
+            total_rows=values[t.ROWS],
+            bias=self.base + values[t.BIAS] if values[t.BIAS] >= 0 else 0,
+            adds=values[t.EPILOGUE],
+            output=self.base + values[t.OUTPUT],
+            chunk_output=self.base + values[t.PREFILL_OUTPUT],
+            ticket=self.base + int(self.geometry[t.TICKETS]) + values[t.ORDINAL] * t.TICKET_NBYTES,
+            tiles=tuple(tiles),
+        )
+
+    def _matrix(self, block: np.ndarray, cols: int) -> Matrix:
+        rows = int(block[t.BLOCK_NUM_ROWS])
+        offset = int(block[t.OFFSET])
+        transposed = None
+        if offset >= 0 and self._is_in_place(block, offset):
+            transposed = self._view(offset, rows, cols).T
+        return Matrix(block, rows, int(block[t.SWEEP_ORDINAL]) >= 0, transposed)
+
+    def _is_in_place(self, block: np.ndarray, offset: int) -> bool:
+        return int(block[t.LAYOUT]) == self._layout and offset % self._item_nbytes == 0
+
+    # -- the loop
 
     @torch.inference_mode()
     def run(self, program: LoweredProgram, record_offset: int, step: int, spin_ns: int) -> int:
@@ -235,129 +201,165 @@ class PrefillWorker:
 
         Like `walker.walk`, it leaves a record alone that is no longer that of `step`.
         """
-        base, geometry, blocks = self.base, self.geometry, program.blocks
-        record = base + record_offset
-        header = self._memory[record_offset : record_offset + 8 * t.RECORD_HEADER_FIELDS]
-        fields = header.view(np.int64)
-        num_decode, num_prefill = int(fields[t.NUM_DECODE]), int(fields[t.NUM_PREFILL])
-        num_logits = int(fields[t.NUM_LOGITS])
-        if int(fields[t.STEP]) != step:
+        instructions = self._prepare(program)
+        now = self._read_step(record_offset)
+        if now.number != step:
             return WAIT_OK
-        num_rows = num_decode + num_prefill
-        statistics = self._statistics()
-        for row in program.instructions:
-            kind = row[t.KIND]
+        base, geometry = self.base, self.geometry
+        offset = int(worker_at(0, geometry, self.worker))
+        statistics = self._memory[offset : offset + t.WORKER_HEADER_NBYTES].view(np.int64)
+        num_rows = now.num_decode + now.num_prefill
+        for instruction in instructions:
+            kind = instruction.kind
             # NOTE: a share may hold no block's first row, and so no tile. Its instruction is
             # retired like the others, by who takes the one item in which there is nothing to do.
-            num_tiles = int(row[t.TILE_COUNT])
-            num_items = max(1, num_tiles)
+            num_items = max(1, len(instruction.tiles))
             if kind == t.EMBED:
                 num_items = -(-num_rows // EMBED_ROWS)
             elif kind == t.ATTENTION:
-                num_items = int(row[t.ITEM_COUNT])
+                num_items = int(instruction.row[t.ITEM_COUNT])
             began = now_ns()
-            status = wait_inputs(base, geometry, row, record, spin_ns)
+            status = wait_inputs(base, geometry, instruction.row, now.record, spin_ns)
             if status != WAIT_OK:
                 return int(status)
             start = now_ns()
             statistics[t.WAIT_NS] += start - began
-            ticket = ticket_at(base, geometry, row[t.ORDINAL])
-            inputs = num_logits if kind == t.LM_HEAD else num_decode
-            decode_input, chunk_input = 0, None
+            retired = now.lane_base + instruction.ordinal + 1
+            inputs: _Inputs | None = None
             waited, worked = 0, False
-            while (taken := claim(ticket, step, num_items)) >= 0:
+            while (taken := claim(instruction.ticket, step, num_items)) >= 0:
                 worked = True
                 if kind == t.EMBED:
                     first = taken * EMBED_ROWS
                     last = min(first + EMBED_ROWS, num_rows)
-                    embed_rows(base, geometry, row, blocks, record, first, last)
+                    embed_rows(
+                        base, geometry, instruction.row, program.blocks, now.record, first, last
+                    )
                 elif kind == t.ATTENTION:
-                    head = int(row[t.ITEM_START]) + taken
-                    self._attention(row, record, head, num_decode, num_prefill, fields)
-                elif num_tiles:
-                    item = program.items[row[t.TILE_START] + taken]
-                    if inputs and not decode_input:
-                        decode_input = prepare_input(
-                            base, geometry, row, record, inputs, self.scratch
-                        )
-                    late = wait_block(base, geometry, blocks[item[t.BLOCK]], record)
-                    if kind == t.GATE_UP and late >= 0:
-                        more = wait_block(base, geometry, blocks[item[t.SECOND_BLOCK]], record)
-                        late = more if more < 0 else late + more
+                    self._attention(instruction, now, taken)
+                elif instruction.tiles:
+                    if inputs is None:
+                        inputs = self._inputs(instruction, now)
+                    late = self._tile(instruction, instruction.tiles[taken], now, inputs, program)
                     if late < 0:
                         return ABORTED
                     waited += late
-                    if inputs:
-                        self._decode_rows(row, item, blocks, record, decode_input, inputs)
-                    if kind != t.LM_HEAD:
-                        if chunk_input is None:
-                            chunk_input = self._chunk_input(row, num_decode, num_prefill)
-                        self._chunk(row, item, blocks, record, chunk_input, num_decode)
-                finish_item(base, geometry, row, record, num_items)
+                finish_tile_item(instruction.ticket + 64, step, num_items, self._counter, retired)
             if worked:
-                note_span(base, geometry, self.worker, step, row[t.GROUP], start, now_ns(), waited)
+                note_span(
+                    base, geometry, self.worker, step, instruction.group, start, now_ns(), waited
+                )
         return WAIT_OK
 
-    def _statistics(self) -> np.ndarray:
-        offset = worker_at(0, self.geometry, self.worker)
-        return self._memory[offset : offset + t.WORKER_HEADER_NBYTES].view(np.int64)
+    def _read_step(self, offset: int) -> Step:
+        geometry = self.geometry
+        header = self._memory[offset : offset + 8 * t.RECORD_HEADER_FIELDS].view(np.int64)
+        values = [int(value) for value in header]
+        first = offset + 4 * values[t.NUM_DECODE]
+        position, sequence = (
+            int(self._memory[at : at + 4].view(np.int32)[0])
+            for at in (
+                first + int(geometry[t.RECORD_POSITIONS]),
+                first + int(geometry[t.RECORD_SEQUENCES]),
+            )
+        )
+        return Step(
+            number=values[t.STEP],
+            record=self.base + offset,
+            num_decode=values[t.NUM_DECODE],
+            num_prefill=values[t.NUM_PREFILL],
+            num_logits=values[t.NUM_LOGITS],
+            lane_base=values[t.LANE_BASE + int(geometry[t.LANE])],
+            position=position,
+            sequence=sequence,
+            masks={},
+        )
 
-    def _decode_rows(
-        self, row: Any, item: Any, blocks: Any, record: int, x: int, inputs: int
-    ) -> None:
-        operator = gate_up_item if row[t.KIND] == t.GATE_UP else linear_item
-        operator(self.base, self.geometry, row, item, blocks, record, x, inputs, self.scratch)
+    # -- products
 
-    def _chunk_input(self, row: Any, first: int, count: int) -> torch.Tensor:
-        """The chunk's inputs in the compute type, [count, cols]; normalised where needed."""
-        cols = int(row[t.COLS])
+    def _inputs(self, instruction: Instruction, now: Step) -> _Inputs:
+        """What the tiles of an instruction are multiplied with, normalised where needed."""
+        row = instruction.row
+        count = now.num_logits if instruction.kind == t.LM_HEAD else now.num_decode
+        decode = 0
+        if count:
+            decode = prepare_input(self.base, self.geometry, row, now.record, count, self.scratch)
+        if instruction.kind == t.LM_HEAD:
+            return _Inputs(count, decode, None)
+        shape = (now.num_prefill, instruction.cols)
         if row[t.NORM_WEIGHT] < 0:
-            return self._view(int(row[t.PREFILL_INPUT]), self._type, count, cols)
-        normalised = torch.empty(count, cols, dtype=self._type)
+            return _Inputs(count, decode, self._view(int(row[t.PREFILL_INPUT]), *shape))
+        chunk = self._buffer("normalised", *shape)
         normalise_rows(
             self.base,
             self.geometry,
             row,
-            first,
-            count,
+            now.num_decode,
+            now.num_prefill,
             self._layout,
-            normalised.data_ptr(),
+            chunk.data_ptr(),
             self.scratch,
         )
-        return normalised
+        return _Inputs(count, decode, chunk)
 
-    def _tile(self, block: Any, cols: int, record: int) -> torch.Tensor:
-        """A block's weights in the compute type, [rows, cols]: in place, or expanded to scratch."""
-        address = block_address(self.base, self.geometry, block, record)
-        rows = int(block[t.BLOCK_NUM_ROWS])
-        offset = address - self.base
-        if block[t.LAYOUT] == self._layout and offset % self._type.itemsize == 0:
-            return self._view(offset, self._type, rows, cols)
-        tile = self._scratch_offset + int(self.geometry[t.SCRATCH_TILE])
-        expand_tile(block, address, cols, self._layout, self.base + tile, self.scratch)
-        return self._view(tile, self._type, rows, cols)
+    def _tile(
+        self,
+        instruction: Instruction,
+        tile: Tile,
+        now: Step,
+        inputs: _Inputs,
+        program: LoweredProgram,
+    ) -> int:
+        """One tile for all rows of the step. Returns the ns waited for the disk, -1 if aborted."""
+        waited = 0
+        for matrix in tile.matrices:
+            if matrix.is_streamed:
+                late = wait_block(self.base, self.geometry, matrix.block, now.record)
+                if late < 0:
+                    return -1
+                waited += late
+        if inputs.count:
+            operator = gate_up_item if instruction.kind == t.GATE_UP else linear_item
+            operator(
+                self.base,
+                self.geometry,
+                instruction.row,
+                tile.item,
+                program.blocks,
+                now.record,
+                inputs.decode,
+                inputs.count,
+                self.scratch,
+            )
+        if inputs.chunk is not None:
+            self._chunk(instruction, tile, now, inputs.chunk)
+        return waited
 
-    def _product(self, place: int, x: torch.Tensor, block: Any, record: int) -> torch.Tensor:
+    def _product(self, name: str, x: torch.Tensor, matrix: Matrix, now: Step) -> torch.Tensor:
         """x times the rows of a block, [count, rows] of the compute type, in a buffer of ours."""
-        count, cols = x.shape
-        tile = self._tile(block, cols, record)
-        rows = tile.shape[0]
-        if len(self._products[place]) < count * rows:
-            self._products[place] = torch.empty(count * rows, dtype=self._type)
-        product = self._products[place][: count * rows].view(count, rows)
-        return torch.mm(x, tile.T, out=product)
+        transposed = matrix.transposed
+        if transposed is None:
+            transposed = self._fetch(matrix, x.shape[1], now)
+        out = self._buffer(name, x.shape[0], matrix.rows)
+        return torch.mm(x, transposed, out=out)
 
-    def _chunk(
-        self, row: Any, item: Any, blocks: Any, record: int, x: torch.Tensor, first: int
-    ) -> None:
+    def _fetch(self, matrix: Matrix, cols: int, now: Step) -> torch.Tensor:
+        """A block where it is in this step: in its ring slot, or expanded to scratch."""
+        address = block_address(self.base, self.geometry, matrix.block, now.record)
+        offset = int(address) - self.base
+        if not self._is_in_place(matrix.block, offset):
+            offset = self._tile_offset
+            expand_tile(matrix.block, address, cols, self._layout, self.base + offset, self.scratch)
+        return self._view(offset, matrix.rows, cols).T
+
+    def _chunk(self, instruction: Instruction, tile: Tile, now: Step, x: torch.Tensor) -> None:
         """A tile times the chunk, into its columns of the output."""
-        count = len(x)
-        start, rows, total = int(item[t.FIRST_ROW]), int(item[t.NUM_ROWS]), int(row[t.ROWS])
-        bias = self.base + int(row[t.BIAS]) + 4 * start if row[t.BIAS] >= 0 else 0
-        product = self._product(0, x, blocks[item[t.BLOCK]], record)
-        if row[t.KIND] == t.GATE_UP:
-            up = self._product(1, x, blocks[item[t.SECOND_BLOCK]], record)
-            nbytes = self._type.itemsize
+        count, start, total = now.num_prefill, tile.first_row, instruction.total_rows
+        rows = tile.matrices[0].rows
+        bias = instruction.bias + 4 * start if instruction.bias else 0
+        product = self._product("product", x, tile.matrices[0], now)
+        if instruction.kind == t.GATE_UP:
+            up = self._product("up", x, tile.matrices[1], now)
             activate_tile(
                 product.data_ptr(),
                 up.data_ptr(),
@@ -366,8 +368,8 @@ class PrefillWorker:
                 rows,
                 bias,
                 bias + 4 * total if bias else 0,
-                self.base + int(row[t.PREFILL_OUTPUT]) + start * nbytes,
-                total * nbytes,
+                instruction.chunk_output + start * self._item_nbytes,
+                total * self._item_nbytes,
             )
             return
         finish_tile(
@@ -376,71 +378,80 @@ class PrefillWorker:
             count,
             rows,
             bias,
-            int(row[t.EPILOGUE]),
-            self.base + int(row[t.OUTPUT]) + (first * total + start) * 4,
+            instruction.adds,
+            instruction.output + (now.num_decode * total + start) * 4,
             total * 4,
         )
 
-    def _attention(
-        self, row: Any, record: int, head: int, num_decode: int, num_prefill: int, fields: Any
-    ) -> None:
-        base, geometry, dim = self.base, self.geometry, self._head_dim
-        decode_attention(base, geometry, row, record, head, num_decode, self.scratch)
-        grouped = self._num_heads // self._num_kv_heads
-        queries = torch.empty(grouped, num_prefill, dim, dtype=self._type)
+    # -- attention
+
+    def _attention(self, instruction: Instruction, now: Step, item: int) -> None:
+        """One KV head: its decode rows one by one, then the chunk."""
+        base, geometry, row = self.base, self.geometry, instruction.row
+        head = int(row[t.ITEM_START]) + item
+        if now.num_decode:
+            decode_attention(base, geometry, row, now.record, head, now.num_decode, self.scratch)
+        count, dim, grouped = now.num_prefill, self._head_dim, self._grouped
+        queries = self._buffer("queries", 1, grouped, count, dim)
         store_chunk(
             base,
             geometry,
             row,
-            record,
-            num_decode,
-            num_prefill,
+            now.record,
+            now.num_decode,
+            count,
             head,
             self._layout,
             queries.data_ptr(),
             self.scratch,
         )
-        rows = self._record_rows(record, num_decode)
-        position, sequence = rows
         window = int(row[t.WINDOW])
-        start = max(0, position - window + 1) if window else 0
-        count = position + num_prefill - start
+        start = max(0, now.position - window + 1) if window else 0
+        num_keys = now.position + count - start
         cached = []
-        for value in (0, 1):
-            tokens = torch.empty(count, dim, dtype=self._type)
+        for value, name in enumerate(("keys", "values")):
+            tokens = self._buffer(name, num_keys, dim)
             gather_cache(
                 base,
                 geometry,
                 row[t.LAYER],
-                record,
-                sequence,
+                now.record,
+                now.sequence,
                 start,
-                count,
+                num_keys,
                 head,
                 value,
                 tokens.data_ptr(),
             )
-            cached.append(tokens.expand(1, grouped, count, dim))
+            cached.append(tokens.expand(1, grouped, num_keys, dim))
         mask = None
-        if start > 0 or position > 0 or (window and count > window):
-            query_at = torch.arange(position, position + num_prefill)[:, None]
-            key_at = torch.arange(start, start + count)[None, :]
-            mask = key_at <= query_at
-            if window:
-                mask &= key_at > query_at - window
+        if start > 0 or now.position > 0 or (window and num_keys > window):
+            mask = self._mask(now, start, num_keys, window)
         attended = functional.scaled_dot_product_attention(
-            queries[None], cached[0], cached[1], attn_mask=mask, is_causal=mask is None
+            queries, cached[0], cached[1], attn_mask=mask, is_causal=mask is None
         )
-        width = self._num_heads * dim
-        out = self._view(int(row[t.PREFILL_OUTPUT]), self._type, num_prefill, width)
+        out = self._view(instruction.chunk_output - base, count, self._width)
         columns = out[:, head * grouped * dim : (head + 1) * grouped * dim]
-        columns.view(num_prefill, grouped, dim).copy_(attended[0].transpose(0, 1))
+        columns.view(count, grouped, dim).copy_(attended[0].transpose(0, 1))
 
-    def _record_rows(self, record: int, index: int) -> tuple[int, int]:
-        """Position and sequence of a row of the step."""
-        offset = record - self.base
-        found = []
-        for field in (t.RECORD_POSITIONS, t.RECORD_SEQUENCES):
-            at = offset + int(self.geometry[field]) + 4 * index
-            found.append(int(self._memory[at : at + 4].view(np.int32)[0]))
-        return found[0], found[1]
+    def _mask(self, now: Step, start: int, num_keys: int, window: int) -> torch.Tensor:
+        """Added to the scores, [count, keys]: 0 where a row may look, -inf elsewhere."""
+        key = (start, num_keys, window)
+        if key not in now.masks:
+            query_at = torch.arange(now.position, now.position + now.num_prefill)[:, None]
+            key_at = torch.arange(start, start + num_keys)[None, :]
+            is_hidden = key_at > query_at
+            if window:
+                is_hidden |= key_at <= query_at - window
+            mask = torch.zeros(now.num_prefill, num_keys, dtype=self._type)
+            now.masks[key] = mask.masked_fill_(is_hidden, float("-inf"))
+        return now.masks[key]
+
+
+@dataclass(slots=True)
+class _Inputs:
+    """Decode rows: how many, and their address in float32. Chunk: [rows, cols] or None."""
+
+    count: int
+    decode: int
+    chunk: torch.Tensor | None

@@ -28,7 +28,7 @@ from shadowlane.actors.blueprint import Blueprint, Options
 from shadowlane.actors.homes import Homes
 from shadowlane.actors.lowering import MAX_CHUNK_NBYTES, lower, make_geometry
 from shadowlane.ops import table as t
-from shadowlane.ops.tiles import LoweredProgram
+from shadowlane.ops.table import LoweredProgram
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.program import build_programs
 

@@ -1,0 +1,180 @@
+"""Compiled kernels on a chunk of prompt rows: everything of a prefill step but the products.
+
+They do row by row what `kernels.py` and `walker.py` do for decode rows, with results in the compute
+type that torch multiplies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shadowlane.ops import table as t
+from shadowlane.ops.atomics import call_address, complete, copy_bytes, publish, read_f32
+from shadowlane.ops.compiled import njit
+from shadowlane.ops.kernels import EXPAND_AT, LAYOUT_F32, ONE, element_nbytes, rms_norm
+from shadowlane.ops.rows import convert_row, finish_row, silu_row
+from shadowlane.ops.walker import (
+    attend,
+    cache_page,
+    embed_row,
+    page_of,
+    rotate_head,
+    store_key_value,
+)
+
+
+@njit
+def finish_tile_item(done: int, step: int, num_items: int, counter: int, retired: int) -> None:
+    """Count an item as done; the last one publishes the lane's counter."""
+    if complete(done, step, num_items):
+        publish(counter, np.int32(retired))
+
+
+@njit
+def embed_rows(
+    base: int, geometry: Any, row: Any, blocks: Any, record: int, first: int, last: int
+) -> None:
+    for index in range(first, last):
+        embed_row(base, geometry, row, blocks, record, index)
+
+
+@njit
+def normalise_rows(
+    base: int, geometry: Any, row: Any, first: int, count: int, layout: int, out: int, scratch: int
+) -> None:
+    """RMS norm of `count` rows of the residual stream from `first`, into a direct layout."""
+    cols = row[t.COLS]
+    eps = read_f32(base + geometry[t.NORM_EPS])
+    nbytes = element_nbytes(layout) * cols
+    for index in range(count):
+        source = base + row[t.INPUT] + (first + index) * cols * 4
+        rms_norm(
+            source, base + row[t.NORM_WEIGHT], layout, out + index * nbytes, cols, eps, scratch
+        )
+
+
+@njit
+def expand_tile(block: Any, source: int, cols: int, layout: int, out: int, scratch: int) -> None:
+    """A whole block in a direct layout, rows packed one behind the other."""
+    nbytes = element_nbytes(layout) * cols
+    for index in range(block[t.BLOCK_NUM_ROWS]):
+        address = source + index * block[t.ROW_NBYTES]
+        if layout == LAYOUT_F32:
+            call_address(block[t.EXPAND], (address, out + index * nbytes, cols))
+        else:
+            call_address(block[t.EXPAND], (address, scratch + EXPAND_AT, cols))
+            convert_row(layout, scratch + EXPAND_AT, out + index * nbytes, cols)
+
+
+@njit
+def decode_attention(
+    base: int, geometry: Any, row: Any, record: int, head: int, num_rows: int, scratch: int
+) -> None:
+    for index in range(num_rows):
+        store_key_value(base, geometry, row, record, index, head, scratch)
+        attend(base, geometry, row, record, index, head, 0, 1, scratch)
+
+
+@njit
+def store_chunk(
+    base: int,
+    geometry: Any,
+    row: Any,
+    record: int,
+    first: int,
+    count: int,
+    head: int,
+    layout: int,
+    queries: int,
+    scratch: int,
+) -> None:
+    """Cache a chunk's keys and values of one KV head; rotate its queries.
+
+    queries: [grouped heads, count, head_dim] of the direct `layout`.
+    """
+    dim, heads, kv_heads = geometry[t.HEAD_DIM], geometry[t.NUM_HEADS], geometry[t.NUM_KV_HEADS]
+    grouped = heads // kv_heads
+    nbytes = element_nbytes(layout) * dim
+    for index in range(count):
+        store_key_value(base, geometry, row, record, first + index, head, scratch)
+        qkv = base + geometry[t.QKV] + (first + index) * (heads + 2 * kv_heads) * dim * 4
+        for g in range(grouped):
+            rotate_head(
+                base,
+                geometry,
+                first + index,
+                qkv + (head * grouped + g) * dim * 4,
+                row[t.Q_NORM],
+                ONE,
+                layout,
+                queries + (g * count + index) * nbytes,
+                scratch,
+            )
+
+
+@njit
+def gather_cache(
+    base: int,
+    geometry: Any,
+    layer: int,
+    record: int,
+    sequence: int,
+    start: int,
+    count: int,
+    head: int,
+    value: int,
+    out: int,
+) -> None:
+    """Copy cached tokens [start, start + count) of one head to `out`, [count, head_dim]."""
+    page_tokens = geometry[t.PAGE_TOKENS]
+    nbytes = geometry[t.HEAD_DIM] * element_nbytes(geometry[t.KV_LAYOUT])
+    done = 0
+    while done < count:
+        inside = (start + done) % page_tokens
+        span = min(page_tokens - inside, count - done)
+        page = page_of(geometry, record, sequence, start + done)
+        source = cache_page(base, geometry, layer, page, value, head) + inside * nbytes
+        copy_bytes(source, out + done * nbytes, span * nbytes)
+        done += span
+
+
+@njit
+def finish_tile(
+    product: int, layout: int, count: int, rows: int, bias: int, adds: int, out: int, stride: int
+) -> None:
+    """A product [count, rows] of a direct layout into columns of a float32 output.
+
+    bias: address of float32 [rows], or 0; adds: whether the output keeps what it has; stride: bytes
+    between the output's rows.
+    """
+    nbytes = element_nbytes(layout) * rows
+    for index in range(count):
+        finish_row(layout, product + index * nbytes, bias, adds, out + index * stride, rows)
+
+
+@njit
+def activate_tile(
+    gate: int,
+    up: int,
+    layout: int,
+    count: int,
+    rows: int,
+    gate_bias: int,
+    up_bias: int,
+    out: int,
+    stride: int,
+) -> None:
+    """silu(gate) * up of two products [count, rows], into columns of an output of their layout."""
+    nbytes = element_nbytes(layout) * rows
+    for index in range(count):
+        silu_row(
+            layout,
+            gate + index * nbytes,
+            up + index * nbytes,
+            gate_bias,
+            up_bias,
+            out + index * stride,
+            rows,
+        )
