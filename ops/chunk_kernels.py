@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shadowlane.ops import table as t
-from shadowlane.ops.atomics import call_address, complete, copy_bytes, publish, read_f32
+from shadowlane.ops.atomics import call_address, claim, complete, copy_bytes, publish, read_f32
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.kernels import EXPAND_AT, LAYOUT_F32, ONE, element_nbytes, rms_norm
 from shadowlane.ops.rows import convert_row, finish_row, silu_row
@@ -25,7 +25,13 @@ from shadowlane.ops.walker import (
 )
 
 
-@njit
+@njit(nogil=False)
+def take_item(ticket: int, step: int, num_items: int) -> int:
+    """`claim`, for Python."""
+    return claim(ticket, step, num_items)
+
+
+@njit(nogil=False)
 def finish_tile_item(done: int, step: int, num_items: int, counter: int, retired: int) -> None:
     """Count an item as done; the last one publishes the lane's counter."""
     if complete(done, step, num_items):
@@ -70,8 +76,15 @@ def expand_tile(block: Any, source: int, cols: int, layout: int, out: int, scrat
 
 @njit
 def decode_attention(
-    base: int, geometry: Any, row: Any, record: int, head: int, num_rows: int, scratch: int
+    base: int,
+    geometry: Any,
+    row: Any,
+    record: int,
+    head: int,
+    num_rows: int,
+    scratch: int,
 ) -> None:
+    """The decode rows of a step that also has a chunk, one by one."""
     for index in range(num_rows):
         store_key_value(base, geometry, row, record, index, head, scratch)
         attend(base, geometry, row, record, index, head, 0, 1, scratch)

@@ -12,6 +12,7 @@ handful of calls.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as functional
 
 from shadowlane.ops import table as t
-from shadowlane.ops.atomics import WAIT_OK, claim, now_ns
+from shadowlane.ops.atomics import WAIT_OK
 from shadowlane.ops.chunk_kernels import (
     activate_tile,
     decode_attention,
@@ -30,6 +31,7 @@ from shadowlane.ops.chunk_kernels import (
     gather_cache,
     normalise_rows,
     store_chunk,
+    take_item,
 )
 from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.table import LoweredProgram
@@ -48,6 +50,7 @@ EMBED_ROWS = 32  # rows of one item of EMBED
 TORCH_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 ABORTED = 1
 KEPT_PROGRAMS = 2  # the one that runs, and one on its way
+MAX_VIEWS = 4096  # of buffers; prompts of many lengths would otherwise pile them up
 
 
 @dataclass(slots=True)
@@ -125,6 +128,8 @@ class PrefillWorker:
         self._width = int(geometry[t.NUM_HEADS]) * self._head_dim
         self._counter = self.base + int(geometry[t.COUNTERS] + geometry[t.LANE] * t.COUNTER_NBYTES)
         self._buffers: dict[str, torch.Tensor] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._outputs: dict[tuple[int, int, int], torch.Tensor] = {}
         self._prepared: dict[int, tuple[LoweredProgram, list[Instruction]]] = {}
 
     def _view(self, offset: int, *shape: int) -> torch.Tensor:
@@ -135,14 +140,25 @@ class PrefillWorker:
         return self._elements.as_strided(shape, strides, offset // self._item_nbytes)
 
     def _buffer(self, name: str, *shape: int) -> torch.Tensor:
-        """Memory of our own that is kept from tile to tile, as the compute type."""
-        size = 1
-        for extent in shape:
-            size *= extent
-        held = self._buffers.get(name)
-        if held is None or len(held) < size:
-            held = self._buffers[name] = torch.empty(size, dtype=self._type)
-        return held[:size].view(shape)
+        """Memory of our own that is kept from tile to tile, as the compute type.
+
+        NOTE: views are kept too. Each call into torch gives back the GIL, and where the other
+        workers want it, getting it again takes longer than the call.
+        """
+        key = (name, shape)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) > MAX_VIEWS:
+                self._views.clear()
+            size = 1
+            for extent in shape:
+                size *= extent
+            held = self._buffers.get(name)
+            if held is None or len(held) < size:
+                held = self._buffers[name] = torch.empty(size, dtype=self._type)
+                self._views = {each: kept for each, kept in self._views.items() if each[0] != name}
+            view = self._views[key] = held[:size].view(shape)
+        return view
 
     # -- programs
 
@@ -218,16 +234,16 @@ class PrefillWorker:
                 num_items = -(-num_rows // EMBED_ROWS)
             elif kind == t.ATTENTION:
                 num_items = int(instruction.row[t.ITEM_COUNT])
-            began = now_ns()
+            began = time.monotonic_ns()
             status = wait_inputs(base, geometry, instruction.row, now.record, spin_ns)
             if status != WAIT_OK:
                 return int(status)
-            start = now_ns()
+            start = time.monotonic_ns()
             statistics[t.WAIT_NS] += start - began
             retired = now.lane_base + instruction.ordinal + 1
             inputs: _Inputs | None = None
             waited, worked = 0, False
-            while (taken := claim(instruction.ticket, step, num_items)) >= 0:
+            while (taken := take_item(instruction.ticket, step, num_items)) >= 0:
                 worked = True
                 if kind == t.EMBED:
                     first = taken * EMBED_ROWS
@@ -246,9 +262,8 @@ class PrefillWorker:
                     waited += late
                 finish_tile_item(instruction.ticket + 64, step, num_items, self._counter, retired)
             if worked:
-                note_span(
-                    base, geometry, self.worker, step, instruction.group, start, now_ns(), waited
-                )
+                end = time.monotonic_ns()
+                note_span(base, geometry, self.worker, step, instruction.group, start, end, waited)
         return WAIT_OK
 
     def _read_step(self, offset: int) -> Step:
@@ -430,9 +445,20 @@ class PrefillWorker:
         attended = functional.scaled_dot_product_attention(
             queries, cached[0], cached[1], attn_mask=mask, is_causal=mask is None
         )
-        out = self._view(instruction.chunk_output - base, count, self._width)
-        columns = out[:, head * grouped * dim : (head + 1) * grouped * dim]
-        columns.view(count, grouped, dim).copy_(attended[0].transpose(0, 1))
+        self._columns(instruction.chunk_output - base, count, head).copy_(attended[0])
+
+    def _columns(self, offset: int, count: int, head: int) -> torch.Tensor:
+        """Where a chunk's attention for one KV head goes: [grouped heads, count, head_dim]."""
+        key = (offset, count, head)
+        columns = self._outputs.get(key)
+        if columns is None:
+            if len(self._outputs) > MAX_VIEWS:
+                self._outputs.clear()
+            width = self._grouped * self._head_dim
+            out = self._view(offset, count, self._width)[:, head * width : (head + 1) * width]
+            columns = out.view(count, self._grouped, self._head_dim).transpose(0, 1)
+            self._outputs[key] = columns
+        return columns
 
     def _mask(self, now: Step, start: int, num_keys: int, window: int) -> torch.Tensor:
         """Added to the scores, [count, keys]: 0 where a row may look, -inf elsewhere."""

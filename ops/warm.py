@@ -58,7 +58,7 @@ def prefill_kernels() -> Kernels:
     return (
         (walker.worker_at, (I64, ROW, I64)),
         (walker.wait_inputs, (I64, ROW, ROW, I64, I64)),
-        (atomics.claim, (I64, I64, I64)),
+        (chunk.take_item, (I64, I64, I64)),
         (chunk.embed_rows, (I64, ROW, ROW, TABLE, I64, I64, I64)),
         (walker.prepare_input, (I64, ROW, ROW, I64, I64, I64)),
         (walker.wait_block, (I64, ROW, ROW, I64)),
