@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from shadowlane.ops.layouts import LAYOUTS
 
 LANES = 16
-F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 VF32 = ir.VectorType(F32, LANES)
 DIRECT_LAYOUTS = ("f32", "f16", "bf16")  # a lane is one element; packed layouts are expanded first
 ELEMENT_NBYTES = {"f32": 4, "f16": 2, "bf16": 2}
@@ -64,6 +64,14 @@ def fma(
         builder.module, ir.FunctionType(kind, [kind, kind, kind]), name
     )
     return builder.call(function, [left, right, add])
+
+
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for a cache line that will be read soon; an address that nobody maps does no harm."""
+    pointer = I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [builder.inttoptr(address, pointer), I32(0), I32(3), I32(1)])
 
 
 def add_lanes(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
@@ -131,6 +139,9 @@ def make_dot(rows: int, inputs: int) -> Any:
                     load_lanes(builder, builder.add(s, x_offset), "f32") for s in input_starts
                 ]
                 for r in range(rows):
+                    if rows > 1:
+                        ahead = builder.add(weight_offset, builder.mul(row_nbytes, I64(rows * 2)))
+                        prefetch(builder, builder.add(row_starts[r], ahead))
                     row = load_lanes(builder, builder.add(row_starts[r], weight_offset), layout)
                     for b in range(inputs):
                         slot = sums[r * inputs + b]

@@ -27,7 +27,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from shadowlane.ops.compiled import target_features
-from shadowlane.ops.dots import F32, I32, I64
+from shadowlane.ops.dots import F32, I32, I64, prefetch
 from shadowlane.ops.formats import (
     BYTES32,
     FORMATS,
@@ -40,6 +40,7 @@ from shadowlane.ops.formats import (
     splat,
 )
 
+PREFETCH_NBYTES = 4096  # how far ahead of the block in hand memory is asked for
 F8 = ir.VectorType(F32, 8)
 I16 = ir.IntType(16)
 WORDS16 = ir.VectorType(I16, 16)
@@ -143,6 +144,7 @@ def _dot_row(
         builder.store(F32(0.0), offsets[index])
     with cgutils.for_range(builder, num_blocks, intp=I64) as loop:
         block = builder.add(row, builder.mul(loop.index, I64(form.block_nbytes)))
+        prefetch(builder, builder.add(block, I64(PREFETCH_NBYTES)))
         first = builder.mul(loop.index, I64(form.block_elements // GROUP))
         for number, part in enumerate(form.unpack(builder, block)):
             group = builder.add(first, I64(number))
