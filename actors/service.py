@@ -6,8 +6,8 @@ A plain class, like the engine. In production it lives in one Ray actor; tests u
 from __future__ import annotations
 
 import json
-import queue
 import os
+import queue
 import statistics
 import tempfile
 import threading
