@@ -23,9 +23,11 @@ class Settings:
     tolerance: float = 0.02  # how much slower a new plan may measure before it is undone: noise
     trial_steps: int = 3  # measured steps per option
     settle_steps: int = 1  # steps after a switch that are not measured
-    delay_high: float = 0.05  # fraction of time in the run queue from which a core counts as shared
+    # NOTE: engine, driver and Ray take up to a tenth of two cores themselves; that is no neighbour.
+    # Taken for one, it cost a third of the speed: a team that sleeps at barriers wakes late.
+    delay_high: float = 0.2  # fraction of time in the run queue from which a core counts as shared
     delay_step: float = 0.2  # how much worse it must get for splits to be compared anew
-    delay_low: float = 0.02  # ... and below which, twice in a row, it counts as ours again
+    delay_low: float = 0.1  # ... and below which, twice in a row, it counts as ours again
     spin_us: int = 50  # what a wait spins on a core of our own
     shifted_weight: float = 0.5  # a disturbed lane's part of its usual rows, as a third option
     clear_win: float = 0.15  # dropping a lane wins by so much that the third option is not tried
