@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +48,8 @@ class Arena:
         # A lane that is opened again has no use for its old arena, and nobody to close it.
         self._closing = weakref.finalize(self, os.close, descriptor)
         self._mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
+        with suppress(OSError):  # large pages, where the system grants them to shared memory
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.handle = handle
         self.memory = np.frombuffer(self._mapping, np.uint8)
         self.base = int(self.memory.ctypes.data)
