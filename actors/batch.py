@@ -57,16 +57,23 @@ class Batch:
             free = [slot for slot in range(len(self._slots)) if slot not in used]
             while free and self.waiting:
                 sequence = self.waiting.pop(0)
-                slot = max(free, key=lambda each: common_prefix(self._slots[each], sequence.prompt))
+                slot, kept = self._choose_slot(free, sequence)
                 free.remove(slot)
-                kept = 0
-                if sequence.reuses_cache:
-                    # the last token must go through a step again: its logits are wanted
-                    shared = common_prefix(self._slots[slot], sequence.prompt)
-                    kept = min(shared, len(sequence.prompt) - 1)
                 sequence.start(slot, kept, lane_use)
                 self._slots[slot] = sequence.known
                 self.running.append(sequence)
+
+    def _choose_slot(self, free: list[int], sequence: Sequence) -> tuple[int, int]:
+        """(slot, tokens of the prompt that its cache holds and that may be used).
+
+        A later turn goes where its conversation is; anything else where the least is lost.
+        """
+        if not sequence.reuses_cache:
+            return min(free, key=lambda each: len(self._slots[each])), 0
+        shared = {each: common_prefix(self._slots[each], sequence.prompt) for each in free}
+        slot = max(free, key=lambda each: shared[each])
+        # the last token must go through a step again: its logits are wanted
+        return slot, min(shared[slot], len(sequence.prompt) - 1)
 
     def form_step(self) -> Step:
         """One token of each decoding sequence, and the next chunk of one prompt."""
