@@ -6,7 +6,6 @@
 import sys
 
 from shadowlane.llm import plan_model
-
 from shadowlane.models import resolve_model
 from shadowlane.sizes import format_size
 
