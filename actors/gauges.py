@@ -95,7 +95,11 @@ class Gauges:
             return []
         events = []
         for spec, old, new in zip(self._lanes, seen[1], current, strict=True):
-            worst = max(after - before for before, after in zip(old, new, strict=True))
+            # NOTE: a lane that was started again has new threads, which count from 0.
+            worst = max(
+                after - before if after >= before else after
+                for before, after in zip(old, new, strict=True)
+            )
             fraction = min(1.0, worst / 1e9 / (now - seen[0]))
             events.append(RunQueueDelayed(spec.name, fraction))
         return events
