@@ -30,8 +30,8 @@ def test_delays_are_fractions_also_when_threads_are_new(
     gauges: Gauges, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    delay = [gauges.worker_statistics(lane, 0) for lane in (0, 1)]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    delay = [gauges._workers[lane][0] for lane in (0, 1)]
     delay[0][t.RUN_DELAY_NS] = 5_000_000_000
     assert gauges.run_queue_delays() == []  # nothing to compare with yet
     now[0] += 0.1
