@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from inprocess import cut, plan, smallest_ram
 
-from shadowlane.actors import gauges as module
 from shadowlane.actors.arena import Arena, plan_layout
 from shadowlane.actors.gauges import Gauges, ordered
 from shadowlane.actors.spec import Options
