@@ -179,6 +179,8 @@ class PlannerState:
         self._new_era()
         if self.placements.active is None or self.placements.is_switching:
             return []
+        if not self._alive_lanes():  # it counts from the next plan on
+            return []
         return self._consider("a new profile was measured")
 
     def _placement_refused(self, event: ev.PlacementRefused) -> list[ev.Command]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shadowlane.planner import events as ev
@@ -504,6 +504,13 @@ some_events = st.lists(
 
 
 @settings(max_examples=30, deadline=None)
+@example(
+    script=[
+        *(ev.LaneDied(f"cpu:{number}") for number in range(3)),
+        (1, 1.0, 1),
+        ev.ProfileMeasured(Profile("h", "m", dram_bytes_per_s=3e9)),
+    ]
+)
 @given(script=some_events)
 def test_the_same_events_give_the_same_commands_and_never_a_broken_state(
     engine_class, script: list
