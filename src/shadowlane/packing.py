@@ -20,19 +20,6 @@ if TYPE_CHECKING:
 Progress = Callable[[str, float | None], None]
 FORMAT_VERSION = 1  # raised when the same model would be written otherwise
 
-# Besides weights and config.json, what a packed file is made of.
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
-
 
 def packed_dir() -> Path:
     """Packed copies that `--weights` made; may be deleted whenever nothing runs from them."""
@@ -95,8 +82,10 @@ def packed_model(model: Path, weights: PackLayout, progress: Progress) -> tuple[
 
 
 def _key(files: ModelFiles) -> str:
+    from shadowlane.ops.tokenizer import TOKENIZER_FILES
+
     digest = hashlib.sha256(f"{FORMAT_VERSION} {files.fingerprint}\n".encode())
-    for name in _TOKENIZER_FILES:
+    for name in ("tokenizer.json", *TOKENIZER_FILES):
         path = files.root / name
         if path.exists():
             found = path.stat()
