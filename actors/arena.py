@@ -7,6 +7,7 @@ tickets, step records, spans) comes first; behind it the part that the RAM budge
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import weakref
@@ -70,7 +71,7 @@ class Arena:
 
     def view(self, offset: int, kind: type[np.generic] | np.dtype, *shape: int) -> np.ndarray:
         """An array in the arena, without a copy."""
-        count = int(np.prod(shape)) if shape else 1
+        count = math.prod(shape)
         nbytes = count * np.dtype(kind).itemsize
         return self.memory[offset : offset + nbytes].view(kind).reshape(shape)
 

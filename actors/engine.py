@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,7 @@ class Engine:
         self.steps_retired = 0
         self._ids = itertools.count(1)
         self._stopping = False
+        self._unreported: Callable[[], ev.StepRetired] | None = None  # of the newest step
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
         self._multiplied = [0] * len(self.lanes)  # weight bytes, by each compute lane so far
         self._rope_cache: tuple[np.ndarray, float] | None = None
@@ -122,7 +124,8 @@ class Engine:
         check_room(self.layout.nbytes)
         arena = self.arena = Arena.create(self.layout.nbytes)
         self.gauges = Gauges(arena, self.layout, self.lanes)
-        self._records = RecordWriter(arena, self.layout)
+        self._busy_ns = self.gauges.busy_ns()
+        self._records = RecordWriter(arena, self.layout, self.blueprint.options.max_batch)
         self._logits = arena.view(
             self.layout.scratch["logits"],
             np.float32,
@@ -248,6 +251,7 @@ class Engine:
                         self._run_step(self.batch.form_step())
                     else:  # while steps run, the wait for them looks after the lanes
                         self._look_after_lanes()
+                        self._report_step()
                         self.shadow.talk(self.gauges)
                 except LaneDied as error:
                     self._recover(error)
@@ -272,34 +276,30 @@ class Engine:
         """One step from its record to its results.
 
         NOTE: between two steps the lanes idle, so what need not happen there happens while they
-        work: measurements of the step before go to the planner once this one is on its way.
+        work: the report on a step goes to the planner once the next one is on its way.
         """
         began = time.monotonic()
-        before = self.gauges.busy_ns()
         placement = self.placement
         self._fill_record(step.plan, placement)
+        self._report_step()
         self.shadow.talk(self.gauges)
         self._wait_for_lanes()
         self.crew.finish_step()
         self.steps_retired += 1
         seconds = time.monotonic() - began
-        context = placement.context_tokens
-        self.batch.give_results(step, self._logits, context, seconds)
         for number, nbytes in enumerate(self._step_nbytes(placement)):
             self._multiplied[number] += nbytes
-        after = self.gauges.busy_ns()
-        self.shadow.note(
-            ev.StepRetired(
-                step=self.step,
-                placement_id=placement.placement_id,
-                phase="decode" if step.plan.is_decode else "prefill",
-                rows=len(step.plan.rows),
-                context=step.plan.context,
-                seconds=seconds,
-                busy_s={name: (after[name][0] - before[name][0]) / 1e9 for name in after},
-                wait_s={name: (after[name][1] - before[name][1]) / 1e9 for name in after},
-            )
+        before, self._busy_ns = self._busy_ns, self.gauges.busy_ns()
+        self._unreported = partial(
+            _retired, self.step, placement.placement_id, step.plan, seconds, before, self._busy_ns
         )
+        self.batch.give_results(step, self._logits, placement.context_tokens, seconds)
+
+    def _report_step(self) -> None:
+        """Tell the planner of the newest step that has retired, unless it has been told."""
+        if self._unreported is not None:
+            self.shadow.note(self._unreported())
+            self._unreported = None
 
     def _fill_record(self, plan: StepPlan, placement: Placement) -> None:
         self.step += 1
@@ -437,3 +437,24 @@ class Engine:
                     total[lane_number(share.lane)] += nbytes * part
             self._nbytes_per_step = [round(each) for each in total]
         return self._nbytes_per_step
+
+
+def _retired(
+    step: int,
+    placement_id: int,
+    plan: StepPlan,
+    seconds: float,
+    before: dict[str, tuple[int, int]],
+    after: dict[str, tuple[int, int]],
+) -> ev.StepRetired:
+    """before, after: what each lane had done until then, (busy, waiting) ns."""
+    return ev.StepRetired(
+        step=step,
+        placement_id=placement_id,
+        phase="decode" if plan.is_decode else "prefill",
+        rows=len(plan.rows),
+        context=plan.context,
+        seconds=seconds,
+        busy_s={name: (after[name][0] - before[name][0]) / 1e9 for name in after},
+        wait_s={name: (after[name][1] - before[name][1]) / 1e9 for name in after},
+    )

@@ -24,8 +24,8 @@ from shadowlane.ops.table import LoweredProgram
 from shadowlane.planner.placement import DISK_LANE, Placement, whole_pages
 from shadowlane.planner.program import ComputeInstruction, Program
 
-CHUNKS_PER_WORKER = 8
-MAX_CHUNK_NBYTES = 256 << 10
+PIECES_LEFT_PER_WORKER = 2  # a decode item is this part of what is left: even half a core keeps up
+MIN_CHUNK_NBYTES = 32 << 10
 KINDS = {
     "embed": t.EMBED,
     "qkv": t.LINEAR,
@@ -241,19 +241,24 @@ def _columns(blueprint: Blueprint, number: int) -> list[tuple[int, int]]:
 def _chunks(
     blueprint: Blueprint, number: int, instruction: ComputeInstruction, num_workers: int
 ) -> list[tuple[int, ...]]:
-    """Decode items: the share cut into pieces small enough to balance the workers of the lane."""
-    share = (instruction.last_unit - instruction.first_unit) * UNIT_ROWS
+    """Decode items: the share cut into pieces that shrink towards its end.
+
+    A long piece runs at the speed of memory, a short one at the end keeps the workers level: each
+    is a fraction of what is left (guided self-scheduling, Polychronopoulos and Kuck 1987).
+    """
     first, last = instruction.first_unit * UNIT_ROWS, instruction.last_unit * UNIT_ROWS
     items = []
     for block, second in _columns(blueprint, number):
         source = blueprint.sources[block]
-        start = max(first, source.output_row)
+        at = max(first, source.output_row)
         end = min(last, source.output_row + source.num_rows)
-        balanced = share // (CHUNKS_PER_WORKER * num_workers)
-        most = MAX_CHUNK_NBYTES // source.row_nbytes
-        height = max(UNIT_ROWS, min(balanced, most) // UNIT_ROWS * UNIT_ROWS)
-        for at in range(start, end, height):
-            items.append((block, second, at - source.output_row, min(height, end - at), at))
+        least = MIN_CHUNK_NBYTES // source.row_nbytes
+        while at < end:
+            fair = (last - at) // (PIECES_LEFT_PER_WORKER * num_workers)
+            height = max(UNIT_ROWS, max(fair, least) // UNIT_ROWS * UNIT_ROWS)
+            height = min(height, end - at)
+            items.append((block, second, at - source.output_row, height, at))
+            at += height
     return items
 
 

@@ -48,11 +48,16 @@ class StepPlan:
 
 
 class RecordWriter:
-    """Writes step records into the ring. Sequences hold their pages one behind the other."""
+    """Writes step records into the ring. Sequences hold their pages one behind the other.
 
-    def __init__(self, arena: Arena, layout: ArenaLayout) -> None:
-        self._arena = arena
-        self._layout = layout
+    NOTE: lanes idle while a record is written, so its arrays are made once.
+    """
+
+    def __init__(self, arena: Arena, layout: ArenaLayout, slots: int) -> None:
+        self._records = [
+            _Record(arena, layout, layout.records + place * layout.record_nbytes, slots)
+            for place in range(RECORD_RING)
+        ]
 
     def write(
         self,
@@ -67,34 +72,50 @@ class RecordWriter:
 
         frequencies: rotary frequencies (float32 [head_dim / 2]) and attention scaling by slot.
         """
-        layout, arena = self._layout, self._arena
-        record = layout.records + (step % RECORD_RING) * layout.record_nbytes
-        offsets = layout.record_offsets
-        rows = plan.rows
-        header = arena.view(record, np.int64, t.RECORD_HEADER_FIELDS)
+        record, rows = self._records[step % RECORD_RING], plan.rows
+        logit_rows = plan.logit_rows
+        header = [0] * t.RECORD_HEADER_FIELDS
         header[t.STEP] = step
         header[t.PLACEMENT] = placement_id
         header[t.PHASE] = t.DECODE if plan.is_decode else t.PREFILL
         header[t.NUM_DECODE] = plan.num_decode
         header[t.NUM_PREFILL] = plan.num_prefill
-        logit_rows = plan.logit_rows
         header[t.NUM_LOGITS] = len(logit_rows)
         header[t.SAME_SEQUENCE] = int(plan.same_sequence)
         header[t.DISK_BASE] = disk_base
-        header[t.LANE_BASE : t.LANE_BASE + t.MAX_LANES] = 0
         header[t.LANE_BASE : t.LANE_BASE + len(lane_bases)] = lane_bases
-        for name, values in (
-            ("tokens", [row.token for row in rows]),
-            ("positions", [row.position for row in rows]),
-            ("sequences", [row.slot for row in rows]),
-            ("logit_rows", logit_rows),
-        ):
-            arena.view(record + offsets[name], np.int32, len(values))[:] = values
-        max_pages = layout.max_pages
+        # NOTE: the step comes first: a worker that is late must not take the rest for its own.
+        record.header[t.STEP] = step
+        record.header[:] = header
+        record.tokens[: len(rows)] = [row.token for row in rows]
+        record.positions[: len(rows)] = [row.position for row in rows]
+        record.sequences[: len(rows)] = [row.slot for row in rows]
+        record.logit_rows[: len(logit_rows)] = logit_rows
         for slot, (inv_freq, scaling) in frequencies.items():
-            pages = record + offsets["pages"] + slot * max_pages * 4
-            first = slot * max_pages
-            arena.view(pages, np.int32, max_pages)[:] = np.arange(first, first + max_pages)
-            place = record + offsets["inv_freq"] + slot * len(inv_freq) * 4
-            arena.view(place, np.float32, len(inv_freq))[:] = inv_freq
-            arena.view(record + offsets["scaling"] + slot * 4, np.float32, 1)[0] = scaling
+            record.inv_freq[slot] = inv_freq
+            record.scaling[slot] = scaling
+
+
+class _Record:
+    """The arrays of one place in the ring."""
+
+    def __init__(self, arena: Arena, layout: ArenaLayout, record: int, slots: int) -> None:
+        offsets = layout.record_offsets
+
+        def view(name: str, kind: type[np.generic], *shape: int) -> np.ndarray:
+            return arena.view(record + offsets[name], kind, *shape)
+
+        def room(name: str) -> int:
+            """How many words of 32 bits lie before whatever comes next."""
+            end = min(offset for offset in offsets.values() if offset > offsets[name])
+            return (end - offsets[name]) // 4
+
+        self.header = arena.view(record, np.int64, t.RECORD_HEADER_FIELDS)
+        self.tokens, self.positions, self.sequences, self.logit_rows = (
+            view(name, np.int32, room(name))
+            for name in ("tokens", "positions", "sequences", "logit_rows")
+        )
+        self.inv_freq = view("inv_freq", np.float32, slots, room("inv_freq") // slots)
+        self.scaling = view("scaling", np.float32, slots)
+        pages = slots * layout.max_pages
+        view("pages", np.int32, pages)[:] = np.arange(pages)

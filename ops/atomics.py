@@ -3,11 +3,11 @@
 Numba has no atomics on the CPU, so the few that lanes need are emitted as LLVM instructions.
 Addresses are int64. Everything here works across processes that map the same memory.
 
-A *counter* is a 32-bit word with one writer at a time, compared cyclically, so it may wrap. Three
-words of the waiters follow it: how many sleep, the nearest value that one of them wants, and a
-count of wake-ups, which is what they sleep on. `wait_counter` spins for a bounded time, then sleeps
-on a futex; `publish` makes a system call only when it reaches a wanted value, so a lane that is
-watched from afar does not pay for each instruction it retires.
+A *counter* is a 32-bit word with one writer at a time, compared cyclically, so it may wrap. Behind
+it lie the beds of those who sleep: whoever waits for value `v` sleeps on the futex in bed `v % 64`.
+`wait_counter` spins for a bounded time, then sleeps; `publish` looks at the beds of the values that
+it reaches, and makes a system call only where somebody lies. So a lane that is watched from afar
+does not pay for each instruction it retires, and nobody is woken for a value that he did not want.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from shadowlane.ops.compiled import njit
+from shadowlane.ops.table import NUM_BEDS
 
 I32, I64 = ir.IntType(32), ir.IntType(64)
-SLEEPERS, NEAREST, WAKES = 4, 8, 12  # byte offsets of a counter's words
-FAR = 1 << 30  # further ahead than anybody waits
+BEDS = 64  # byte offset of the first bed; two words: how many sleep in it, a count of wake-ups
+BED_NBYTES = 8
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 202)
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 CLOCK_MONOTONIC = 1
-SLEEP_NS = 2_000_000  # a sleeper looks again after this, in case its wake-up was lost
+SLEEP_NS = 20_000_000  # a sleeper looks again after this, in case its publisher died half way
 WAIT_OK, WAIT_ABORTED, WAIT_TIMED_OUT = 0, 1, 2
 
 _syscall = types.ExternalFunction(
@@ -76,9 +77,7 @@ def _atomic_exchange(name: str, operation: str, element: ir.IntType, result: typ
 load32 = _atomic_load("load32", I32, types.int32)
 load64 = _atomic_load("load64", I64, types.int64)
 swap32 = _atomic_exchange("swap32", "xchg", I32, types.int32)
-swap64 = _atomic_exchange("swap64", "xchg", I64, types.int64)
 add32 = _atomic_exchange("add32", "add", I32, types.int32)
-add64 = _atomic_exchange("add64", "add", I64, types.int64)
 
 
 @intrinsic
@@ -92,19 +91,6 @@ def compare_swap64(typingctx: Any, address: Any, expected: Any, desired: Any) ->
         return builder.zext(builder.extract_value(pair, 1), I64)
 
     return types.int64(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def compare_swap32(typingctx: Any, address: Any, expected: Any, desired: Any) -> Any:
-    """The same for a 32-bit word."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pair = builder.cmpxchg(
-            _pointer(builder, args[0], I32), args[1], args[2], "seq_cst", "seq_cst"
-        )
-        return builder.zext(builder.extract_value(pair, 1), I64)
-
-    return types.int64(types.int64, types.int32, types.int32), codegen
 
 
 def _plain_load(name: str, element: ir.Type, result: Any, align: int) -> Any:
@@ -197,46 +183,35 @@ def reached(value: int, wanted: int) -> bool:
 
 
 @njit
+def _bed(counter: int, value: int) -> int:
+    return counter + BEDS + (types.int64(value) & (NUM_BEDS - 1)) * BED_NBYTES
+
+
+@njit
+def _wake(bed: int) -> None:
+    """Wake all who sleep in a bed."""
+    add32(bed + 4, types.int32(1))
+    _syscall(SYS_FUTEX, bed + 4, FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
+
+
+@njit
 def wake_all(counter: int) -> None:
     """Wake all sleepers without changing the counter, so that they look at the abort word."""
-    add32(counter + WAKES, types.int32(1))
-    _syscall(SYS_FUTEX, counter + WAKES, FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
+    for number in range(NUM_BEDS):
+        _wake(_bed(counter, number))
 
 
 @njit
 def publish(counter: int, value: int) -> None:
-    """Set a counter (one writer at a time); wake its sleepers if one of them wants that value."""
-    swap32(counter, types.int32(value))
-    if load32(counter + SLEEPERS) == 0:
-        return
-    nearest = swap32(counter + NEAREST, types.int32(value + FAR))
-    if not reached(types.int32(value), nearest):
-        _want(counter, nearest, 0)
-        # NOTE: while the wish was in our hands the next value may have been published, by another
-        # worker of the team, who did not see it.
-        if not reached(load32(counter), nearest):
-            return
-    wake_all(counter)
-
-
-@njit
-def _want(counter: int, wanted: int, num_own: int) -> None:
-    """Note that a sleeper waits for `wanted`; the nearest of all such values is kept.
-
-    num_own: 1 if the caller counts among the sleepers itself.
-    """
-    while True:
-        noted = load32(counter + NEAREST)
-        value = load32(counter)
-        distance = types.int32(noted - value)
-        if 0 < distance <= types.int32(wanted - value):
-            return
-        if compare_swap32(counter + NEAREST, noted, types.int32(wanted)):
-            # NOTE: a wish that has come true may be one whose publisher has yet to look for it, and
-            # will find ours in its place: its sleeper is woken here.
-            if distance <= 0 and load32(counter + SLEEPERS) > num_own:
-                wake_all(counter)
-            return
+    """Set a counter (one writer at a time); wake those who wait for a value that it reaches."""
+    value = types.int32(value)
+    passed = types.int64(types.int32(value - swap32(counter, value)))
+    if passed < 0 or passed > NUM_BEDS:  # set anew, or by so much that all beds are meant
+        passed = NUM_BEDS
+    for back in range(passed):
+        bed = _bed(counter, value - back)
+        if load32(bed) != 0:
+            _wake(bed)
 
 
 @njit
@@ -259,19 +234,22 @@ def wait_counter(counter: int, wanted: int, abort: int, spin_ns: int, timeout_ns
         if now_ns() >= spin_until:
             break
     pause = _stack_pair()
+    bed = _bed(counter, wanted)
     while True:
-        if load32(abort) != 0:
-            return WAIT_ABORTED
-        add32(counter + SLEEPERS, types.int32(1))
-        wakes = load32(counter + WAKES)
-        _want(counter, wanted, 1)
-        if not reached(load32(counter), wanted):
+        add32(bed, types.int32(1))
+        wakes = load32(bed + 4)
+        # NOTE: both are looked at once more after saying that we sleep: a publisher who did not see
+        # that has stored its value before.
+        is_aborted = load32(abort) != 0
+        if not is_aborted and not reached(load32(counter), wanted):
             write_i64(pause, types.int64(0))
             write_i64(pause + 8, types.int64(SLEEP_NS))
-            _syscall(SYS_FUTEX, counter + WAKES, FUTEX_WAIT, types.int64(wakes), pause, 0, 0)
-        add32(counter + SLEEPERS, types.int32(-1))
+            _syscall(SYS_FUTEX, bed + 4, FUTEX_WAIT, types.int64(wakes), pause, 0, 0)
+        add32(bed, types.int32(-1))
         if reached(load32(counter), wanted):
             return WAIT_OK
+        if is_aborted:
+            return WAIT_ABORTED
         if timeout_ns > 0 and now_ns() - started > timeout_ns:
             return WAIT_TIMED_OUT
 

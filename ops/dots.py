@@ -102,9 +102,10 @@ def for_each_layout(body: Any) -> Any:
 
 
 def make_dot(rows: int, inputs: int) -> Any:
-    """An intrinsic `dot(layout, weights, row_nbytes, x, x_stride_nbytes, cols, out)`.
+    """An intrinsic `dot(layout, weights, row_nbytes, ahead, x, x_stride_nbytes, cols, out)`.
 
-    layout: id of a direct layout, looked at once per call; weights: `rows` rows of it;
+    layout: id of a direct layout, looked at once per call; weights: `rows` rows of it; ahead: bytes
+    from a weight to the one that is asked for while it is read, 0 where nothing follows;
     x: `inputs` rows of float32; out: float32 [rows, inputs].
     All addresses and sizes are int64; addresses may be unaligned.
     """
@@ -115,13 +116,14 @@ def make_dot(rows: int, inputs: int) -> Any:
         layout: Any,
         weights: Any,
         row_nbytes: Any,
+        ahead: Any,
         x: Any,
         stride: Any,
         cols: Any,
         out: Any,
     ) -> Any:
         def body(builder: ir.IRBuilder, layout: str, args: Any) -> None:
-            weights, row_nbytes, x, stride, cols, out = args
+            weights, row_nbytes, ahead, x, stride, cols, out = args
             element_nbytes = ELEMENT_NBYTES[layout]
             row_starts = [
                 builder.add(weights, builder.mul(row_nbytes, I64(r))) for r in range(rows)
@@ -139,10 +141,10 @@ def make_dot(rows: int, inputs: int) -> Any:
                     load_lanes(builder, builder.add(s, x_offset), "f32") for s in input_starts
                 ]
                 for r in range(rows):
+                    at_row = builder.add(row_starts[r], weight_offset)
                     if rows > 1:
-                        ahead = builder.add(weight_offset, builder.mul(row_nbytes, I64(rows * 2)))
-                        prefetch(builder, builder.add(row_starts[r], ahead))
-                    row = load_lanes(builder, builder.add(row_starts[r], weight_offset), layout)
+                        prefetch(builder, builder.add(at_row, ahead))
+                    row = load_lanes(builder, at_row, layout)
                     for b in range(inputs):
                         slot = sums[r * inputs + b]
                         builder.store(fma(builder, VF32, row, loaded[b], builder.load(slot)), slot)
@@ -161,7 +163,7 @@ def make_dot(rows: int, inputs: int) -> Any:
                 place = builder.inttoptr(builder.add(out, I64(4 * index)), F32.as_pointer())
                 builder.store(builder.load(total), place, align=4)
 
-        return types.void(*[types.int64] * 7), for_each_layout(body)
+        return types.void(*[types.int64] * 8), for_each_layout(body)
 
     return dot
 

@@ -36,6 +36,7 @@ _rows_mxfp4 = make_packed_rows("mxfp4")
 _sum_1, _sum_2, _sum_4 = make_weighted_sum(1), make_weighted_sum(2), make_weighted_sum(4)
 
 LAYOUT_F32 = LAYOUTS["f32"].id
+WIDE_ROW_NBYTES = 4096  # from here on, four rows ahead is far enough
 EXPAND_AT = 256  # bytes of scratch before the expanded rows
 MATVEC_SIGNATURE = types.void(*[types.int64] * 12)
 
@@ -52,6 +53,7 @@ def _multiply_rows(
     layout: int,
     weights: int,
     row_nbytes: int,
+    ahead: int,
     num_rows: int,
     cols: int,
     x: int,
@@ -68,16 +70,16 @@ def _multiply_rows(
         start = x + first * x_stride
         if num_rows == 1:
             together = 1
-            _dot_1x1(layout, weights, row_nbytes, start, x_stride, cols, scratch)
+            _dot_1x1(layout, weights, row_nbytes, ahead, start, x_stride, cols, scratch)
         elif left >= 4:
             together = 4
-            _dot_4x4(layout, weights, row_nbytes, start, x_stride, cols, scratch)
+            _dot_4x4(layout, weights, row_nbytes, ahead, start, x_stride, cols, scratch)
         elif left >= 2:
             together = 2
-            _dot_4x2(layout, weights, row_nbytes, start, x_stride, cols, scratch)
+            _dot_4x2(layout, weights, row_nbytes, ahead, start, x_stride, cols, scratch)
         else:
             together = 1
-            _dot_4x1(layout, weights, row_nbytes, start, x_stride, cols, scratch)
+            _dot_4x1(layout, weights, row_nbytes, ahead, start, x_stride, cols, scratch)
         for row in range(num_rows):
             for index in range(together):
                 write_f32(
@@ -107,6 +109,9 @@ def _matvec_direct(
     y float32 [num_inputs, num_rows], strides in bytes; scratch: 64 float32 and, for packed layouts,
     four rows of float32 behind EXPAND_AT.
     """
+    # Far enough ahead for memory to answer, near enough to be in the cache still when it is read.
+    distance = (4 if row_nbytes >= WIDE_ROW_NBYTES else 8) * row_nbytes
+    end = num_rows * row_nbytes
     row = 0
     while row < num_rows:
         together = 4 if num_rows - row >= 4 else 1
@@ -114,6 +119,7 @@ def _matvec_direct(
             layout,
             weights + row * row_nbytes,
             row_nbytes,
+            distance if (row + 4) * row_nbytes + distance <= end else 0,
             together,
             cols,
             x,
@@ -315,7 +321,7 @@ def rms_norm(
 
     x, weight: float32 [cols]; scratch: one float32.
     """
-    _dot_1x1(LAYOUT_F32, x, 0, x, 0, cols, scratch)
+    _dot_1x1(LAYOUT_F32, x, 0, 0, x, 0, cols, scratch)
     scale = ONE / np.float32(math.sqrt(read_f32(scratch) / np.float32(cols) + eps))
     scale_row(out_layout, x, scale, weight, out, cols)
 

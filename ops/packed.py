@@ -144,7 +144,8 @@ def _dot_row(
         builder.store(F32(0.0), offsets[index])
     with cgutils.for_range(builder, num_blocks, intp=I64) as loop:
         block = builder.add(row, builder.mul(loop.index, I64(form.block_nbytes)))
-        prefetch(builder, builder.add(block, I64(PREFETCH_NBYTES)))
+        for line in range(0, form.block_nbytes, 64):
+            prefetch(builder, builder.add(block, I64(PREFETCH_NBYTES + line)))
         first = builder.mul(loop.index, I64(form.block_elements // GROUP))
         for number, part in enumerate(form.unpack(builder, block)):
             group = builder.add(first, I64(number))

@@ -148,7 +148,8 @@ DISK_BASE: Final = 7  # blocks retired by the disk lane before this step's sweep
 LANE_BASE: Final = 8  # MAX_LANES fields: instructions retired by each lane before this step
 RECORD_HEADER_FIELDS: Final = LANE_BASE + MAX_LANES
 
-COUNTER_NBYTES: Final = 128
+NUM_BEDS: Final = 64  # of a counter's sleepers, see `atomics.py`
+COUNTER_NBYTES: Final = 64 + 8 * NUM_BEDS
 TICKET_NBYTES: Final = 128
 
 # per worker: statistics, then a ring of spans

@@ -26,7 +26,7 @@ from inprocess import (
 from shadowlane.actors.arena import ArenaLayout, plan_layout
 from shadowlane.actors.blueprint import Blueprint, Options
 from shadowlane.actors.homes import Homes
-from shadowlane.actors.lowering import MAX_CHUNK_NBYTES, lower, make_geometry
+from shadowlane.actors.lowering import lower, make_geometry
 from shadowlane.ops import table as t
 from shadowlane.ops.table import LoweredProgram
 from shadowlane.planner.placement import Placement
@@ -114,9 +114,6 @@ def rows_of(
             if start == t.TILE_START:
                 assert item[t.ROW_IN_BLOCK] == 0
                 assert item[t.NUM_ROWS] == source.num_rows
-            else:
-                height = max(16 * source.row_nbytes, MAX_CHUNK_NBYTES)
-                assert item[t.NUM_ROWS] * source.row_nbytes <= height
             if row[t.KIND] == t.GATE_UP:
                 second = blueprint.sources[item[t.SECOND_BLOCK]]
                 assert (second.part, second.first_row) == (1, source.first_row)
@@ -124,6 +121,21 @@ def rows_of(
                 assert item[t.SECOND_BLOCK] == -1
             found += range(item[t.FIRST_ROW], item[t.FIRST_ROW] + item[t.NUM_ROWS])
     return found
+
+
+def test_decode_items_shrink_towards_the_end(tiny_model: Callable[..., Path]) -> None:
+    """Whoever takes the last item keeps the others waiting for a short one."""
+    blueprint = cut(tiny_model("llama2", vocab_size=4000), OPTIONS, TWO_THREADS)
+    _, programs = lower_all(blueprint, placements(blueprint, TWO_THREADS)[0])
+    (program,) = programs.values()
+    for row in program.instructions:
+        if row[t.KIND] != t.LM_HEAD:
+            continue
+        heights = program.items[row[t.ITEM_START] :][: row[t.ITEM_COUNT], t.NUM_ROWS]
+        assert heights[0] > 4 * heights[-1]
+        for number, height in enumerate(heights):
+            left = heights[number:].sum()
+            assert height <= max(left / 2, 512)
 
 
 def test_blocks_are_at_home_or_in_the_sweep(tiny_model: Callable[..., Path]) -> None:

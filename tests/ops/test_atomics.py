@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from shadowlane.ops.atomics import (
+    BEDS,
     WAIT_ABORTED,
     WAIT_OK,
     WAIT_TIMED_OUT,
     claim,
     complete,
-    counter_value,
     now_ns,
     publish,
     reached,
@@ -27,26 +27,30 @@ from shadowlane.ops.atomics import (
     write_i64,
 )
 from shadowlane.ops.compiled import njit
+from shadowlane.ops.table import COUNTER_NBYTES, NUM_BEDS
 
 PATIENCE_NS = 60 * 10**9
 
 
 class Words:
-    """A few words, each on its own cache line; `words[n]` is the address of word n."""
+    """Addresses of a few words, each with room for the beds of a counter."""
 
     def __init__(self, count: int = 8) -> None:
-        self.memory = np.zeros((count + 1) * 16, np.int64)
-        self._start = -(-self.memory.ctypes.data // 128) * 128
+        self.memory = np.zeros((count + 1) * COUNTER_NBYTES // 8, np.int64)
+        self._start = -(-self.memory.ctypes.data // 64) * 64
 
     def __getitem__(self, number: int) -> int:
-        return self._start + 128 * number
+        return self._start + COUNTER_NBYTES * number
 
-    def store(self, number: int, value: int) -> None:
-        """Write a word and wake nobody."""
-        self.memory.view(np.int32)[(self[number] - self.memory.ctypes.data) // 4] = value
+    def _beds(self, number: int) -> np.ndarray:
+        first = (self[number] + BEDS - self.memory.ctypes.data) // 4
+        return self.memory.view(np.int32)[first : first + 2 * NUM_BEDS].reshape(NUM_BEDS, 2)
 
     def sleepers(self, number: int) -> int:
-        return counter_value(self[number] + 4)
+        return int(self._beds(number)[:, 0].sum())
+
+    def wake_ups(self, number: int) -> int:
+        return int(self._beds(number)[:, 1].sum())
 
 
 @pytest.fixture
@@ -150,11 +154,11 @@ def test_the_clock_is_the_monotonic_one() -> None:
 
 @numba.njit(nogil=True)
 def write_long_pause(address: int, value: int) -> None:
-    """In the place of both writes of the timespec (0 s, 2 ms): 20 s."""
+    """In the place of both writes of the timespec (0 s, 20 ms): 20 s."""
     write_i64(address, 20 if value == 0 else 0)
 
 
-# A sleeper looks again after 2 ms by itself, which hides lost wake-ups. This one trusts them.
+# A sleeper looks again after 20 ms by itself, which hides lost wake-ups. This one trusts them.
 patient_wait = numba.njit(nogil=True, error_model="numpy")(
     FunctionType(
         wait_counter.py_func.__code__,
@@ -243,33 +247,34 @@ def test_no_wake_up_is_lost_where_sleepers_want_different_values(words: Words, e
     )
 
 
-def test_a_new_sleeper_does_not_hide_the_wish_of_another(words: Words) -> None:
-    """It comes between a publisher's store and its look at who sleeps, and wants a later value."""
-    ended = []
+def test_only_who_waits_for_a_value_is_woken(words: Words) -> None:
+    def publish_up_to_it() -> None:
+        wait_until(lambda: words.sleepers(0) == 2)
+        for value in range(1, 40):
+            publish(words[0], value)
+        assert (words.wake_ups(0), words.sleepers(0)) == (0, 2)
+        publish(words[0], 40)
+        assert words.wake_ups(0) == 1
+        publish(words[0], 50)
 
     def sleep_until(value: int) -> Callable[[], int]:
-        def sleep() -> int:
-            status = patient_wait(words[0], value, words[ABORT], 0, GIVE_UP_NS)
-            ended.append(value)
-            return int(status)
+        return lambda: int(patient_wait(words[0], value, words[ABORT], 0, GIVE_UP_NS))
 
-        return sleep
+    assert run_threads(sleep_until(40), sleep_until(50), publish_up_to_it)[:2] == [WAIT_OK] * 2
+    assert words.wake_ups(0) == 2
 
-    def interleave() -> None:
-        wait_until(lambda: words.sleepers(0) == 1)
-        time.sleep(0.05)  # the first one is in the system call now, as good as surely
-        words.store(0, 1)  # a publisher's first half
-        second = threading.Thread(target=sleep_until(5), daemon=True)
-        second.start()
-        wait_until(lambda: words.sleepers(0) == 2 or ended == [1])
-        time.sleep(0.05)
-        publish(words[0], 1)  # and its second
-        wait_until(lambda: ended == [1])
-        publish(words[0], 5)
-        second.join(90)
 
-    assert run_threads(sleep_until(1), interleave) == [WAIT_OK, None]
-    assert ended == [1, 5]
+@pytest.mark.parametrize("leap", [3, NUM_BEDS, 10**6])
+def test_a_leap_wakes_all_whom_it_passes(words: Words, leap: int) -> None:
+    def jump() -> None:
+        wait_until(lambda: words.sleepers(0) == 3)
+        publish(words[0], leap)
+
+    def sleep_until(value: int) -> Callable[[], int]:
+        return lambda: int(patient_wait(words[0], value, words[ABORT], 0, GIVE_UP_NS))
+
+    run_threads(*(sleep_until(value) for value in (1, 2, leap)), jump)
+    assert words.sleepers(0) == 0
 
 
 def test_one_publisher_wakes_many(words: Words) -> None:

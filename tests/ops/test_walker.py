@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shadowlane.ops import table as t
-from shadowlane.ops.atomics import WAIT_ABORTED, WAIT_OK, counter_value, publish, wake_all
+from shadowlane.ops.atomics import BEDS, WAIT_ABORTED, WAIT_OK, counter_value, publish, wake_all
 from shadowlane.ops.expand import expand_row_address
 from shadowlane.ops.kernels import EXPAND_AT, matvec_address
 from shadowlane.ops.layouts import LAYOUTS
@@ -136,6 +136,10 @@ class Chain:
         for number in range(t.MAX_LANES + 4):
             wake_all(self.counter(number))
 
+    def sleepers(self, number: int) -> int:
+        beds = self.counter(number) - self.base + BEDS
+        return int(self.view(beds, np.int32, 2 * t.NUM_BEDS)[::2].sum())
+
     def deliver(self, ordinal: int) -> None:
         """What the disk lane does: a block into its slot, then the counter."""
         weights = self.weights[ordinal % self.length]
@@ -256,12 +260,12 @@ def test_abort_ends_every_wait_promptly(where: str, spin_ns: int) -> None:
     threads = [start(lambda n=n: chain.walk(1, n)) for n in range(3)]
     reached = 0 if where == "disk" else 2
     wait_until(lambda: counter_value(chain.counter(0)) == reached)
-    sleepers = chain.counter(DISK if where == "disk" else 5) + 4
-    wait_until(lambda: counter_value(sleepers) > 0)
+    waited_for = DISK if where == "disk" else 5
+    wait_until(lambda: chain.sleepers(waited_for) > 0)
     began = time.monotonic()
     chain.abort()
     for thread, _ in threads:
         thread.join(PATIENCE_S)
     assert time.monotonic() - began < 5
     assert [result for _, result in threads] == [[WAIT_ABORTED]] * 3
-    assert counter_value(sleepers) == 0
+    assert chain.sleepers(waited_for) == 0
