@@ -20,14 +20,14 @@ from shadowlane.ops.decoder import (
 )
 from shadowlane.ops.files import ModelFiles, TensorSource, open_model
 from shadowlane.ops.layouts import LAYOUTS, quantised_nbytes
-from shadowlane.ops.table import MAX_BLOCK_ROWS, MAX_DECODE_ROWS
+from shadowlane.ops.table import MAX_BLOCK_ROWS, MAX_DECODE_ROWS, QUERY_ROWS, WORDS_NBYTES
 from shadowlane.planner.catalog import Block, Catalog, Group
 from shadowlane.planner.context import DEFAULT_CONTEXT
 from shadowlane.planner.placement import PAGE_NBYTES, whole_pages
 
 PAGE = PAGE_NBYTES
 UNIT_ROWS = 16
-BLOCK_NBYTES = 2 << 20
+BLOCK_NBYTES = 4 << 20
 MIN_TILE_ROWS = 256
 MAX_TILES_OF_SMALL = 4
 PAGE_TOKENS = 32
@@ -79,7 +79,13 @@ class ScratchPlan:
     worker_output: int  # results of a chunk of rows
     worker_expand: int  # dot results and expanded rows; attention queries
     worker_scores: int
-    worker_tile: int
+    worker_tile: int  # a block in the compute type
+    worker_normalised: int  # of a chunk, in the compute type
+    worker_products: int
+    worker_queries: int
+    worker_cached: int  # keys and values of one head
+    worker_mask: int
+    worker_words: int
 
     @property
     def worker_nbytes(self) -> int:
@@ -92,6 +98,12 @@ class ScratchPlan:
                 self.worker_expand,
                 self.worker_scores,
                 self.worker_tile,
+                self.worker_normalised,
+                self.worker_products,
+                self.worker_queries,
+                self.worker_cached,
+                self.worker_mask,
+                self.worker_words,
             )
         )
 
@@ -410,6 +422,12 @@ def _plan_scratch(
         worker_expand=256 + max(4 * widest, (1 + grouped) * config.head_dim) * 4,
         worker_scores=grouped * context * 4,
         worker_tile=max(expanded, default=0),
+        worker_normalised=chunk * config.hidden_size * element,
+        worker_products=2 * chunk * max(source.num_rows for source in sources) * element,
+        worker_queries=grouped * QUERY_ROWS * config.head_dim * element,
+        worker_cached=2 * context * config.head_dim * element,
+        worker_mask=QUERY_ROWS * context * element,
+        worker_words=WORDS_NBYTES,
     )
 
 

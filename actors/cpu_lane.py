@@ -1,7 +1,7 @@
 """The CPU lane: a team of pinned threads that walk one program together.
 
-Decode steps run in compiled code from end to end, prefill steps in a Python loop around torch's
-products. Python runs between steps only; the lane talks to the others through counters alone.
+Steps run in compiled code from end to end, products of prefill steps in torch's library. Python
+runs between steps only; the lane talks to the others through counters alone.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shadowlane.actors.arena import RECORD_RING, STEP_COUNTER, Arena, ArenaHandle, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.lowering import lower, make_geometry
+from shadowlane.ops import aten
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, counter_value, now_ns, wait_counter
+from shadowlane.ops.chunk_walker import FAILED, walk_chunk
 from shadowlane.ops.table import LoweredProgram
 from shadowlane.ops.walker import walk
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.program import Program
-
-if TYPE_CHECKING:
-    from shadowlane.ops.tiles import PrefillWorker
 
 LOOK_UP_NS = 200_000_000  # an idle worker looks around this often
 DELAY_PERIOD_NS = 50_000_000  # how often a worker reads how long it was kept off its core
@@ -104,7 +102,6 @@ class CpuLane:
             worker,
             layout.worker_scratch[self.number] + worker * self._blueprint.scratch.worker_nbytes,
         )
-        spin = self._arena.view(layout.spins + 64 * self.number, np.int64, 1)
         delay = DelayReader(
             self._arena.view(layout.workers[self.number] + worker * t.WORKER_NBYTES, np.int64, 16)
         )
@@ -131,9 +128,9 @@ class CpuLane:
             is_decode = header[t.PHASE] == t.DECODE
             if worker == 0:
                 with self._span(f"step {step} {'decode' if is_decode else 'prefill'}"):
-                    status = self._step(program, seat, record, step, is_decode, int(spin[0]))
+                    status = self._step(program, seat, record, step, is_decode)
             else:
-                status = self._step(program, seat, record, step, is_decode, int(spin[0]))
+                status = self._step(program, seat, record, step, is_decode)
             if status != WAIT_OK:
                 return
 
@@ -144,37 +141,19 @@ class CpuLane:
         record: int,
         step: int,
         is_decode: bool,
-        spin_ns: int,
     ) -> int:
-        if not is_decode:
-            if seat.prefill is None:
-                seat.prefill = self._prefill_worker(seat)
-            return seat.prefill.run(program, record, step, spin_ns)
         base = self._arena.base
-        return int(
-            walk(
-                base,
-                self._geometry,
-                program.instructions,
-                program.items,
-                program.blocks,
-                base + record,
-                step,
-                seat.worker,
-                base + seat.scratch,
-            )
-        )
-
-    def _prefill_worker(self, seat: Seat) -> PrefillWorker:
-        # NOTE: torch comes in with the first prefill step that needs it; by then a thread of the
-        # actor has usually imported it, while weights were loaded.
-        import torch
-
-        from shadowlane.ops.tiles import PrefillWorker
-
-        # Each product is one worker's; see ops/tiles.py. OpenMP keeps the number per thread.
-        torch.set_num_threads(1)
-        return PrefillWorker(self._arena.memory, self._geometry, seat.worker, seat.scratch)
+        tables = (program.instructions, program.items, program.blocks)
+        place = (base + record, step, seat.worker, base + seat.scratch)
+        if is_decode:
+            return int(walk(base, self._geometry, *tables, *place))
+        if not seat.calls_torch:
+            aten.use_one_thread()
+            seat.calls_torch = True
+        status = int(walk_chunk(base, self._geometry, aten.load(), *tables, *place))
+        if status == FAILED:
+            raise RuntimeError("torch refused a product; it says why on the error output")
+        return status
 
 
 @dataclass(slots=True)
@@ -183,7 +162,7 @@ class Seat:
 
     worker: int
     scratch: int  # offset of its scratch in the arena
-    prefill: PrefillWorker | None = None  # made at its first prefill step
+    calls_torch: bool = False  # since its first prefill step
 
 
 class DelayReader:

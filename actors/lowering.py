@@ -54,6 +54,12 @@ def make_geometry(
         plan.worker_output,
         plan.worker_scores,
         plan.worker_tile,
+        plan.worker_normalised,
+        plan.worker_products,
+        plan.worker_queries,
+        plan.worker_cached,
+        plan.worker_mask,
+        plan.worker_words,
     )
     starts = [sum(whole_pages(size) for size in sizes[:index]) for index in range(len(sizes))]
     record = layout.record_offsets
@@ -94,6 +100,12 @@ def make_geometry(
         t.SCRATCH_OUTPUT: starts[3],
         t.SCRATCH_SCORES: starts[4],
         t.SCRATCH_TILE: starts[5],
+        t.SCRATCH_NORMALISED: starts[6],
+        t.SCRATCH_PRODUCTS: starts[7],
+        t.SCRATCH_QUERIES: starts[8],
+        t.SCRATCH_CACHED: starts[9],
+        t.SCRATCH_MASK: starts[10],
+        t.SCRATCH_WORDS: starts[11],
         t.CONTEXT: blueprint.context_limit,
         t.RECORD_TOKENS: record["tokens"],
         t.RECORD_POSITIONS: record["positions"],

@@ -88,7 +88,7 @@ def command_of(engine: str, given: argparse.Namespace, vocab: int) -> list[str]:
         f"--new-tokens={given.new_tokens}",
         f"--threads={given.threads}",
         f"--vocab={vocab}",
-        "--warmup" if given.warmup else "--no-warmup",
+        f"--warmup={given.warmup}",
         *extra,
     ]
 
@@ -216,7 +216,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cold", action="store_true", help="drop the page cache before each (root)"
     )
-    parser.add_argument("--warmup", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--warmup", type=int, default=4, metavar="TOKENS",
+                        help="of an untimed answer to another prompt, before")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds per process")
     parser.add_argument("--output", choices=["md", "json"], default="md")
     given = parser.parse_args(words)

@@ -3,7 +3,8 @@
     python benchmarks/in_ram.py --model DIR [--gguf FILE] --peer-python PEERS/bin/python
 
 Each round measures the memory bandwidth, then every engine: a long prompt for prefill, then decode
-at batch 1. "of DRAM" is the share of that round's bandwidth which the decoded tokens' weights took.
+at batch 1. Before that, each answers another prompt of the same length. "of DRAM" is the share of
+that round's bandwidth which the decoded tokens' weights took.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def main() -> None:
     own, others = parser.parse_known_args()
     given = compare.parse(
         [f"--model={own.model}", f"--rounds={own.rounds}", f"--prompt-tokens={own.prompt_tokens}",
-         f"--new-tokens={own.new_tokens}", f"--engines={own.engines}", *others]
+         f"--new-tokens={own.new_tokens}", f"--engines={own.engines}",
+         f"--warmup={own.new_tokens}", *others]
     )  # fmt: skip
     engines = given.engines.split(",")
     vocab = json.loads((given.model / "config.json").read_text())["vocab_size"]

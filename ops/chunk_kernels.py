@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from shadowlane.ops import table as t
-from shadowlane.ops.atomics import call_address, claim, complete, copy_bytes, publish, read_f32
+from shadowlane.ops.atomics import call_address, copy_bytes, read_f32
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.kernels import EXPAND_AT, LAYOUT_F32, ONE, element_nbytes, rms_norm
 from shadowlane.ops.rows import convert_row, finish_row, silu_row
@@ -23,19 +21,6 @@ from shadowlane.ops.walker import (
     rotate_head,
     store_key_value,
 )
-
-
-@njit(nogil=False)
-def take_item(ticket: int, step: int, num_items: int) -> int:
-    """`claim`, for Python."""
-    return claim(ticket, step, num_items)
-
-
-@njit(nogil=False)
-def finish_tile_item(done: int, step: int, num_items: int, counter: int, retired: int) -> None:
-    """Count an item as done; the last one publishes the lane's counter."""
-    if complete(done, step, num_items):
-        publish(counter, np.int32(retired))
 
 
 @njit
@@ -96,33 +81,39 @@ def store_chunk(
     geometry: Any,
     row: Any,
     record: int,
+    num_decode: int,
+    stored: int,
     first: int,
-    count: int,
+    last: int,
     head: int,
     layout: int,
     queries: int,
     scratch: int,
 ) -> None:
-    """Cache a chunk's keys and values of one KV head; rotate its queries.
+    """Cache keys and values of one KV head for rows stored..last of a chunk.
 
-    queries: [grouped heads, count, head_dim] of the direct `layout`.
+    queries: of the rows from `first`, rotated; [grouped heads, last - first, head_dim] of the
+    direct `layout`.
     """
     dim, heads, kv_heads = geometry[t.HEAD_DIM], geometry[t.NUM_HEADS], geometry[t.NUM_KV_HEADS]
     grouped = heads // kv_heads
     nbytes = element_nbytes(layout) * dim
-    for index in range(count):
-        store_key_value(base, geometry, row, record, first + index, head, scratch)
-        qkv = base + geometry[t.QKV] + (first + index) * (heads + 2 * kv_heads) * dim * 4
+    for index in range(stored, last):
+        at = num_decode + index
+        store_key_value(base, geometry, row, record, at, head, scratch)
+        if index < first:
+            continue
+        qkv = base + geometry[t.QKV] + at * (heads + 2 * kv_heads) * dim * 4
         for g in range(grouped):
             rotate_head(
                 base,
                 geometry,
-                first + index,
+                at,
                 qkv + (head * grouped + g) * dim * 4,
                 row[t.Q_NORM],
                 ONE,
                 layout,
-                queries + (g * count + index) * nbytes,
+                queries + (g * (last - first) + index - first) * nbytes,
                 scratch,
             )
 

@@ -83,12 +83,8 @@ def njit(
     fastmath: bool | set[str] = False,
     inline: str = "never",
     boundscheck: bool = False,
-    nogil: bool = True,
 ) -> Any:
     """Compile `function` to run without the GIL, cached on disk; usable with or without arguments.
-
-    `nogil` is for functions that Python calls: what takes less than a microsecond should keep the
-    GIL, for giving it back and waiting for it again costs more where another thread wants it.
 
     `fastmath` is off unless a kernel asks for it: it lets the compiler reorder sums, and a row must
     give the same bits however the rows around it are cut.
@@ -98,7 +94,7 @@ def njit(
         with _own_cache_directory():
             return numba.njit(
                 cache=_can_keep_code(),
-                nogil=nogil,
+                nogil=True,
                 error_model="numpy",
                 fastmath=fastmath,
                 inline=inline,

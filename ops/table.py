@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_LANES: Final = 8  # compute lanes that a table can wait for
 MAX_DECODE_ROWS: Final = 8  # rows that go through the compiled kernels together
+WORDS_NBYTES: Final = 4096  # what a call of torch needs; see `aten.py`
+QUERY_ROWS: Final = 256  # of a chunk, in one call of attention
 MAX_BLOCK_ROWS: Final = 1024  # tallest tile
 
 # kinds of instruction
@@ -123,6 +125,12 @@ BLOCK_COLUMNS: Final = 10
     SCRATCH_OUTPUT,  # two float32 [MAX_DECODE_ROWS, MAX_BLOCK_ROWS]
     SCRATCH_SCORES,  # float32 [heads per kv head, context]
     SCRATCH_TILE,  # an expanded tile in the compute type
+    SCRATCH_NORMALISED,  # of a chunk, in the compute type [chunk, HIDDEN]
+    SCRATCH_PRODUCTS,  # two [chunk, tile rows]
+    SCRATCH_QUERIES,  # [heads per kv head, QUERY_ROWS, HEAD_DIM]
+    SCRATCH_CACHED,  # keys, then values: [CONTEXT, HEAD_DIM] each
+    SCRATCH_MASK,  # [QUERY_ROWS, CONTEXT]
+    SCRATCH_WORDS,  # WORDS_NBYTES of `aten.py`
     CONTEXT,  # tokens that SCRATCH_SCORES has room for
     RECORD_TOKENS,  # offsets inside a step record
     RECORD_POSITIONS,
@@ -134,7 +142,7 @@ BLOCK_COLUMNS: Final = 10
     MAX_PAGES,  # of one sequence
     COMPUTE_LAYOUT,  # id of the compute type
     GEOMETRY_FIELDS,
-) = range(47)
+) = range(53)
 
 # a step record begins with these int64
 STEP: Final = 0

@@ -5,7 +5,7 @@ so a worker that the system has put to sleep holds up nobody, except with the it
 whoever finishes the last item publishes the lane's counter. Waits look at other lanes' counters
 (the previous group, the arrival of a streamed block).
 
-`wait_inputs`, `finish_item` and `note_span` also serve the prefill loop in `tiles.py`.
+`wait_inputs`, `finish_item` and `note_span` also serve the walk of a prefill step.
 """
 
 from __future__ import annotations

@@ -49,32 +49,11 @@ def decode_kernels() -> Kernels:
 
 
 def prefill_kernels() -> Kernels:
-    """What the loop of a prefill step calls; imports torch."""
-    from shadowlane.ops import chunk_kernels as chunk
-    from shadowlane.ops import tiles, walker
+    """What a prefill step calls: one function too."""
+    from shadowlane.ops import chunk_walker
 
-    del tiles  # imported for its torch
-    item = (I64, ROW, ROW, ROW, TABLE, I64, I64, I64, I64)
-    return (
-        (walker.worker_at, (I64, ROW, I64)),
-        (walker.wait_inputs, (I64, ROW, ROW, I64, I64)),
-        (chunk.take_item, (I64, I64, I64)),
-        (chunk.embed_rows, (I64, ROW, ROW, TABLE, I64, I64, I64)),
-        (walker.prepare_input, (I64, ROW, ROW, I64, I64, I64)),
-        (walker.wait_block, (I64, ROW, ROW, I64)),
-        (walker.linear_item, item),
-        (walker.gate_up_item, item),
-        (chunk.normalise_rows, (I64, ROW, ROW, I64, I64, I64, I64, I64)),
-        (walker.block_address, (I64, ROW, ROW, I64)),
-        (chunk.expand_tile, (ROW, I64, I64, I64, I64, I64)),
-        (chunk.decode_attention, (I64, ROW, ROW, I64, I64, I64, I64)),
-        (chunk.store_chunk, (I64, ROW, ROW, *[I64] * 7)),
-        (chunk.gather_cache, (I64, ROW, *[I64] * 8)),
-        (chunk.finish_tile, (I64,) * 8),
-        (chunk.activate_tile, (I64,) * 9),
-        (chunk.finish_tile_item, (I64,) * 5),
-        (walker.note_span, (I64, ROW, *[I64] * 6)),
-    )
+    signature = (I64, ROW, ROW, TABLE, TABLE, TABLE, I64, I64, I64, I64)
+    return ((chunk_walker.walk_chunk, signature),)
 
 
 def warm_counters() -> None:
@@ -89,7 +68,10 @@ def warm_decode() -> None:
 
 
 def warm_prefill() -> None:
-    """Make ready what prefill steps call. Imports torch, which takes a second."""
+    """Make ready what prefill steps call, torch's library included."""
+    from shadowlane.ops import aten
+
+    aten.load()
     _load_kernels("prefill", prefill_kernels)
 
 

@@ -38,7 +38,9 @@ def main() -> None:
         devices = list(getattr(model, "hf_device_map", {}).values())
         ids = prompt_ids(given.prompt_tokens, given.vocab)
         if given.warmup:
-            timed_generate(model, prompt_ids(given.prompt_tokens, given.vocab, seed=1), 2)
+            timed_generate(
+                model, prompt_ids(given.prompt_tokens, given.vocab, seed=1), given.warmup
+            )
         marks, tokens = timed_generate(model, ids, given.new_tokens)
         report(
             "accelerate",

@@ -44,7 +44,9 @@ def main() -> None:
         load_s = time.monotonic() - began
         ids = prompt_ids(given.prompt_tokens, given.vocab)
         if given.warmup:
-            timed_generate(model, prompt_ids(given.prompt_tokens, given.vocab, seed=1), 2)
+            timed_generate(
+                model, prompt_ids(given.prompt_tokens, given.vocab, seed=1), given.warmup
+            )
         marks, tokens = timed_generate(model, ids, given.new_tokens)
     report(
         "airllm",

@@ -92,7 +92,7 @@ def main() -> None:
     ids = prompt_ids(given.prompt_tokens, given.vocab)
     if given.warmup:
         other = prompt_ids(given.prompt_tokens, given.vocab, seed=1)
-        generate(lib, context, vocab, other, 2, given.batch)
+        generate(lib, context, vocab, other, given.warmup, given.batch)
     marks, tokens = generate(lib, context, vocab, ids, given.new_tokens, given.batch)
     features = lib.llama_print_system_info().decode()
     report(

@@ -44,7 +44,8 @@ def arguments(description: str, **extra: Callable[[argparse.ArgumentParser], Non
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ram", help="memory for weights, where the engine can be told")
-    parser.add_argument("--warmup", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--warmup", type=int, default=4, metavar="TOKENS",
+                        help="of an untimed answer to another prompt, before")  # fmt: skip
     parser.add_argument("--vocab", type=int, default=512, help="prompt ids are drawn below this")
     for add in extra.values():
         add(parser)

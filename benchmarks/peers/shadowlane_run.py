@@ -35,7 +35,9 @@ def main() -> None:
         load_s = time.monotonic() - began
         if given.warmup:
             other = prompt_ids(given.prompt_tokens, given.vocab, seed=1)
-            llm.generate([other], SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0))
+            llm.generate(
+                [other], SamplingParams(max_tokens=given.warmup, ignore_eos=True, temperature=0.0)
+            )
         params = SamplingParams(max_tokens=given.new_tokens, ignore_eos=True, temperature=0.0)
         began = time.monotonic()
         tokens = llm.generate([ids], params)[0].token_ids

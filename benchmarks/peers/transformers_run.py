@@ -36,7 +36,9 @@ def main() -> None:
         # plain way in which the library is used on a CPU.
         options = {"cache_implementation": "static", "disable_compile": True}
     if given.warmup:
-        timed_generate(model, prompt_ids(given.prompt_tokens, given.vocab, seed=1), 4, **options)
+        timed_generate(
+            model, prompt_ids(given.prompt_tokens, given.vocab, seed=1), given.warmup, **options
+        )
     marks, tokens = timed_generate(model, ids, given.new_tokens, **options)
     report(
         "transformers",

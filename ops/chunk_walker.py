@@ -1,0 +1,382 @@
+"""The walk of a prefill step: one compiled function per chunk of a prompt and worker.
+
+The same program, tickets and counters as in `walker.walk`; but an item is a whole block of weights
+(a *tile*), and the product with the chunk is torch's (oneDNN: AMX and AVX-512 where they exist).
+Blocks have one height whatever the plan, a chunk is cut the same way whatever the budget, and each
+product runs on one thread, so its bits never depend on either. Decode rows that share the step go
+through the kernels of decode steps exactly as they would alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from shadowlane.ops import aten as torch
+from shadowlane.ops import table as t
+from shadowlane.ops.atomics import (
+    WAIT_OK,
+    claim,
+    load64,
+    now_ns,
+    read_i32,
+    read_i64,
+    write_f32,
+    write_i64,
+)
+from shadowlane.ops.chunk_kernels import (
+    activate_tile,
+    decode_attention,
+    embed_rows,
+    expand_tile,
+    finish_tile,
+    gather_cache,
+    normalise_rows,
+    store_chunk,
+)
+from shadowlane.ops.compiled import njit
+from shadowlane.ops.kernels import element_nbytes
+from shadowlane.ops.rows import convert_row
+from shadowlane.ops.walker import (
+    block_address,
+    finish_item,
+    gate_up_item,
+    linear_item,
+    note_span,
+    prepare_input,
+    wait_block,
+    wait_inputs,
+    worker_at,
+)
+
+EMBED_ROWS: Final = 32  # rows of one item of EMBED
+FAILED: Final = 4  # beside the wait statuses: torch refused an operation
+MASK_KEY: Final = 1024  # byte offset in a worker's words: what its mask is about
+
+MINUS_INFINITY, ZERO = np.float32(-np.inf), np.float32(0)
+
+
+@njit
+def count_items(geometry: Any, row: Any, num_rows: int, num_prefill: int) -> int:
+    """Items of an instruction in a prefill step.
+
+    NOTE: a share may hold no block's first row, and so no tile. Its instruction is retired like the
+    others, by who takes the one item in which there is nothing to do.
+    """
+    if row[t.KIND] == t.EMBED:
+        return -(-num_rows // EMBED_ROWS)
+    if row[t.KIND] == t.ATTENTION:
+        if row[t.ITEM_COUNT] >= 2 * geometry[t.NUM_WORKERS]:
+            return row[t.ITEM_COUNT]
+        return row[t.ITEM_COUNT] * -(-num_prefill // t.QUERY_ROWS)
+    return max(1, row[t.TILE_COUNT])
+
+
+@njit
+def chunk_input(base: int, geometry: Any, row: Any, record: int, scratch: int) -> int:
+    """Address of the chunk's inputs in the compute type: normalised into scratch where needed."""
+    if row[t.NORM_WEIGHT] < 0:
+        return base + row[t.PREFILL_INPUT]
+    out = scratch + geometry[t.SCRATCH_NORMALISED]
+    normalise_rows(
+        base,
+        geometry,
+        row,
+        load64(record + 8 * t.NUM_DECODE),
+        load64(record + 8 * t.NUM_PREFILL),
+        geometry[t.COMPUTE_LAYOUT],
+        out,
+        scratch,
+    )
+    return out
+
+
+@njit
+def _product(
+    base: int,
+    geometry: Any,
+    aten: Any,
+    block: Any,
+    record: int,
+    x: int,
+    count: int,
+    cols: int,
+    out: int,
+    scratch: int,
+) -> bool:
+    """The chunk times a block, [count, rows] of the compute type. False: torch refused."""
+    layout = geometry[t.COMPUTE_LAYOUT]
+    weights = block_address(base, geometry, block, record)
+    if block[t.LAYOUT] != layout or weights % element_nbytes(layout) != 0:
+        source, weights = weights, scratch + geometry[t.SCRATCH_TILE]
+        expand_tile(block, source, cols, layout, weights, scratch)
+    words = scratch + geometry[t.SCRATCH_WORDS]
+    rows = block[t.BLOCK_NUM_ROWS]
+    return torch.multiply(aten, words, x, count, cols, weights, rows, out, layout)
+
+
+@njit
+def tile_item(
+    base: int,
+    geometry: Any,
+    aten: Any,
+    row: Any,
+    item: Any,
+    blocks: Any,
+    record: int,
+    x: int,
+    scratch: int,
+) -> bool:
+    """A tile times the chunk, into its columns of the output. False: torch refused."""
+    layout = geometry[t.COMPUTE_LAYOUT]
+    count = load64(record + 8 * t.NUM_PREFILL)
+    block, cols, total = blocks[item[t.BLOCK]], row[t.COLS], row[t.ROWS]
+    rows, first = block[t.BLOCK_NUM_ROWS], item[t.FIRST_ROW]
+    nbytes = element_nbytes(layout)
+    product = scratch + geometry[t.SCRATCH_PRODUCTS]
+    bias = base + row[t.BIAS] + 4 * first if row[t.BIAS] >= 0 else 0
+    if not _product(base, geometry, aten, block, record, x, count, cols, product, scratch):
+        return False
+    if row[t.KIND] != t.GATE_UP:
+        start = load64(record + 8 * t.NUM_DECODE) * total + first
+        out = base + row[t.OUTPUT] + 4 * start
+        finish_tile(product, layout, count, rows, bias, row[t.EPILOGUE], out, total * 4)
+        return True
+    up = product + count * rows * nbytes
+    second = blocks[item[t.SECOND_BLOCK]]
+    if not _product(base, geometry, aten, second, record, x, count, cols, up, scratch):
+        return False
+    activate_tile(
+        product,
+        up,
+        layout,
+        count,
+        rows,
+        bias,
+        bias + 4 * total if bias != 0 else 0,
+        base + row[t.PREFILL_OUTPUT] + first * nbytes,
+        total * nbytes,
+    )
+    return True
+
+
+@njit
+def _mask(
+    geometry: Any, aten: Any, step: int, query_at: int, rows: int, start: int, keys: int,
+    window: int, scratch: int,
+) -> int:  # fmt: skip
+    """Handle of what is added to the scores, [rows, keys]: 0 where a row may look, else -inf.
+
+    The rows are the tokens from `query_at`, the keys those from `start`.
+    """
+    layout = geometry[t.COMPUTE_LAYOUT]
+    nbytes = element_nbytes(layout)
+    words = scratch + geometry[t.SCRATCH_WORDS]
+    out = scratch + geometry[t.SCRATCH_MASK]
+    key = (step, query_at, start, window)
+    is_there = True
+    for place in range(4):
+        at = words + MASK_KEY + 8 * place
+        is_there = is_there and read_i64(at) == key[place]
+        write_i64(at, key[place])
+    if not is_there:
+        line = scratch + geometry[t.SCRATCH_SCORES]
+        for index in range(keys):
+            write_f32(line + 4 * index, MINUS_INFINITY)
+        shown, hidden = 0, 0  # keys before `shown` have been uncovered, before `hidden` covered
+        for index in range(rows):
+            last = query_at + index - start
+            while shown <= last:
+                write_f32(line + 4 * shown, ZERO)
+                shown += 1
+            while window > 0 and hidden <= last - window:
+                write_f32(line + 4 * hidden, MINUS_INFINITY)
+                hidden += 1
+            convert_row(layout, line, out + index * keys * nbytes, keys)
+    return torch.matrix(aten, words, out, rows, keys, keys, 1, layout)
+
+
+@njit
+def attend_rows(
+    base: int,
+    geometry: Any,
+    aten: Any,
+    row: Any,
+    record: int,
+    step: int,
+    head: int,
+    stored: int,
+    first: int,
+    last: int,
+    scratch: int,
+) -> bool:
+    """Rows first..last of the chunk for the query heads of one KV head. False: torch refused.
+
+    The keys and values of the rows before `stored` are in the cache already.
+    """
+    layout, dim = geometry[t.COMPUTE_LAYOUT], geometry[t.HEAD_DIM]
+    nbytes = element_nbytes(layout)
+    grouped = geometry[t.NUM_HEADS] // geometry[t.NUM_KV_HEADS]
+    num_decode = load64(record + 8 * t.NUM_DECODE)
+    position = read_i32(record + geometry[t.RECORD_POSITIONS] + 4 * num_decode)
+    sequence = read_i32(record + geometry[t.RECORD_SEQUENCES] + 4 * num_decode)
+    words = scratch + geometry[t.SCRATCH_WORDS]
+    queries = scratch + geometry[t.SCRATCH_QUERIES]
+    keys = scratch + geometry[t.SCRATCH_CACHED]
+    values = keys + geometry[t.CONTEXT] * dim * nbytes
+    store_chunk(
+        base, geometry, row, record, num_decode, stored, first, last, head, layout, queries, scratch
+    )
+    window = row[t.WINDOW]
+    query_at = position + first
+    start = max(0, query_at - window + 1) if window > 0 else 0
+    count, num_keys = last - first, position + last - start
+    for value in range(2):
+        target = values if value else keys
+        gather_cache(
+            base, geometry, row[t.LAYER], record, sequence, start, num_keys, head, value, target
+        )
+    mask = 0
+    if query_at > 0 or 0 < window < num_keys:
+        mask = _mask(geometry, aten, step, query_at, count, start, num_keys, window, scratch)
+        if mask == 0:
+            return False
+    width = geometry[t.NUM_HEADS] * dim
+    out = base + row[t.PREFILL_OUTPUT] + (first * width + head * grouped * dim) * nbytes
+    one = torch.heads(aten, words, queries, grouped, count, dim, count * dim, dim, layout)
+    two = torch.heads(aten, words, keys, grouped, num_keys, dim, 0, dim, layout)
+    three = torch.heads(aten, words, values, grouped, num_keys, dim, 0, dim, layout)
+    four = torch.heads(aten, words, out, grouped, count, dim, dim, width, layout)
+    done = torch.attention(aten, words, one, two, three, mask, four)
+    for handle in (one, two, three, four, mask):
+        torch.delete(aten, handle)
+    return done
+
+
+@njit
+def chunk_attention(
+    base: int,
+    geometry: Any,
+    aten: Any,
+    row: Any,
+    record: int,
+    step: int,
+    item: int,
+    scratch: int,
+) -> bool:
+    """All parts of the chunk for one KV head, or where heads are few one of them.
+
+    NOTE: the parts are the same, whoever takes them. Each item stores the keys and values that it
+    looks at, those of earlier rows too: the same bytes whoever stores them, and none reads them
+    before it has written them itself.
+    """
+    num_decode = load64(record + 8 * t.NUM_DECODE)
+    num_prefill = load64(record + 8 * t.NUM_PREFILL)
+    parts = -(-num_prefill // t.QUERY_ROWS)
+    begin, end = 0, parts
+    if row[t.ITEM_COUNT] < 2 * geometry[t.NUM_WORKERS]:
+        end = parts - item % parts  # the longest first
+        begin = end - 1
+        item = item // parts
+    head = row[t.ITEM_START] + item
+    if num_decode > 0 and begin == 0:
+        decode_attention(base, geometry, row, record, head, num_decode, scratch)
+    stored = 0
+    for part in range(begin, end):
+        first = part * t.QUERY_ROWS
+        last = min(first + t.QUERY_ROWS, num_prefill)
+        if not attend_rows(
+            base, geometry, aten, row, record, step, head, stored, first, last, scratch
+        ):
+            return False
+        stored = last
+    return True
+
+
+@njit
+def walk_chunk(
+    base: int,
+    geometry: Any,
+    aten: Any,
+    instructions: Any,
+    items: Any,
+    blocks: Any,
+    record: int,
+    step: int,
+    worker: int,
+    scratch: int,
+) -> int:
+    """Run a prefill step on one worker. Returns 0, the wait status that ended it early, or FAILED.
+
+    Arguments as of `walker.walk`, and `aten` of `aten.load`. Like `walk`, it leaves a record alone
+    that is no longer that of `step`.
+    """
+    num_decode = load64(record + 8 * t.NUM_DECODE)
+    num_prefill = load64(record + 8 * t.NUM_PREFILL)
+    num_logits = load64(record + 8 * t.NUM_LOGITS)
+    if load64(record + 8 * t.STEP) != step:
+        return WAIT_OK
+    spin_ns = read_i64(base + geometry[t.SPIN_NS])
+    statistics = worker_at(base, geometry, worker)
+    num_rows = num_decode + num_prefill
+    for number in range(instructions.shape[0]):
+        row = instructions[number]
+        kind = row[t.KIND]
+        num_items = count_items(geometry, row, num_rows, num_prefill)
+        began = now_ns()
+        status = wait_inputs(base, geometry, row, record, spin_ns)
+        if status != WAIT_OK:
+            return status
+        start = now_ns()
+        waits = read_i64(statistics + 8 * t.WAIT_NS)
+        write_i64(statistics + 8 * t.WAIT_NS, waits + start - began)
+        ticket = base + geometry[t.TICKETS] + row[t.ORDINAL] * t.TICKET_NBYTES
+        inputs = num_logits if kind == t.LM_HEAD else num_decode
+        decode_x, chunk_x = 0, 0
+        waited = 0
+        worked, prepared = False, False
+        while True:
+            taken = claim(ticket, step, num_items)
+            if taken < 0:
+                break
+            worked = True
+            if kind == t.EMBED:
+                first = taken * EMBED_ROWS
+                last = min(first + EMBED_ROWS, num_rows)
+                embed_rows(base, geometry, row, blocks, record, first, last)
+            elif kind == t.ATTENTION:
+                if not chunk_attention(base, geometry, aten, row, record, step, taken, scratch):
+                    return FAILED
+            elif row[t.TILE_COUNT] > 0:
+                item = items[row[t.TILE_START] + taken]
+                if not prepared:
+                    prepared = True
+                    if inputs > 0:
+                        decode_x = prepare_input(base, geometry, row, record, inputs, scratch)
+                    if kind != t.LM_HEAD:
+                        chunk_x = chunk_input(base, geometry, row, record, scratch)
+                late = wait_block(base, geometry, blocks[item[t.BLOCK]], record)
+                if kind == t.GATE_UP and late >= 0:
+                    more = wait_block(base, geometry, blocks[item[t.SECOND_BLOCK]], record)
+                    late = more if more < 0 else late + more
+                if late < 0:
+                    return 1
+                waited += late
+                if inputs > 0:
+                    if kind == t.GATE_UP:
+                        gate_up_item(
+                            base, geometry, row, item, blocks, record, decode_x, inputs, scratch
+                        )
+                    else:
+                        linear_item(
+                            base, geometry, row, item, blocks, record, decode_x, inputs, scratch
+                        )
+                if kind != t.LM_HEAD and not tile_item(
+                    base, geometry, aten, row, item, blocks, record, chunk_x, scratch
+                ):
+                    return FAILED
+            finish_item(base, geometry, row, record, num_items)
+        if worked:
+            note_span(base, geometry, worker, step, row[t.GROUP], start, now_ns(), waited)
+    return WAIT_OK
