@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shadowlane.actors.spec import DataType, Options
+from shadowlane.actors.spec import DataType, KvType, Options
 from shadowlane.ops.decoder import (
     DecoderConfig,
     GroupDescription,
@@ -138,6 +138,7 @@ class Blueprint:
     catalog: Catalog
     constants: tuple[TensorSource, ...]  # norms and biases, in the order they are laid out
     dtype: DataType
+    kv_layout: str
     rope_interleaved: bool
     embedding: TensorSource
     embedding_block_rows: int
@@ -225,12 +226,16 @@ def cut_model(
         if block.group != "embed"
     ]
     constants = tuple(files.tensors[name] for name in _constant_names(descriptions))
-    element = 4 if dtype == "float32" else 2
     scratch = _plan_scratch(
         config, sources, files.tensors[embedding_name], options, dtype, context_limit
     )
+    kv_layout = choose_kv(options.kv, dtype, config.head_dim)
     page_nbytes = (
-        config.num_layers * 2 * config.num_kv_heads * PAGE_TOKENS * config.head_dim * element
+        config.num_layers
+        * 2
+        * config.num_kv_heads
+        * PAGE_TOKENS
+        * LAYOUTS[kv_layout].row_nbytes(config.head_dim)
     )
     catalog = Catalog(
         model=files.fingerprint,
@@ -252,6 +257,7 @@ def cut_model(
         catalog=catalog,
         constants=constants,
         dtype=dtype,
+        kv_layout=kv_layout,
         rope_interleaved=files.rope_pairing == "interleaved",
         embedding=files.tensors[embedding_name],
         embedding_block_rows=embedding_height,
@@ -268,7 +274,7 @@ def cut_model(
 def choose_dtype(
     files: ModelFiles, config: DecoderConfig, asked: DataType | None
 ) -> tuple[DataType, tuple[str, ...]]:
-    """The type of prefill products and of the KV cache, and what to tell the user about it."""
+    """The type of prefill products, and what to tell the user about it."""
     flags = processor_flags()
     has_bf16 = bool({"amx_bf16", "avx512_bf16", "bf16", "svebf16"} & flags)
     has_f16 = bool({"avx512_fp16", "fphp", "asimdhp"} & flags)
@@ -283,6 +289,20 @@ def choose_dtype(
     if asked == "bfloat16" and not has_bf16:
         return asked, ("bfloat16 prefill is slow on this processor: float32 is faster",)
     return asked, ()
+
+
+def choose_kv(asked: KvType | None, dtype: DataType, head_dim: int) -> str:
+    """The layout of one cached key or value. Raises ValueError where heads do not fit it."""
+    if asked is None:
+        return LAYOUT_OF[dtype]
+    if asked != "q8_0":
+        raise ValueError(f"kv must be q8_0; got {asked!r}")
+    if head_dim % LAYOUTS[asked].block_elements:
+        raise ValueError(
+            f"kv q8_0 needs heads of a multiple of {LAYOUTS[asked].block_elements}; "
+            f"this model's have {head_dim}"
+        )
+    return asked
 
 
 def processor_flags() -> set[str]:
@@ -419,7 +439,7 @@ def _plan_scratch(
         worker_input=max(MAX_DECODE_ROWS, options.step_logits) * config.hidden_size * 4,
         worker_quantised=max(MAX_DECODE_ROWS, options.step_logits) * quantised_stride(config),
         worker_output=2 * MAX_DECODE_ROWS * MAX_BLOCK_ROWS * 4,
-        worker_expand=256 + max(4 * widest, (1 + grouped) * config.head_dim) * 4,
+        worker_expand=256 + max(4 * widest, (3 + 2 * grouped) * config.head_dim) * 4,
         worker_scores=grouped * context * 4,
         worker_tile=max(expanded, default=0),
         worker_normalised=chunk * config.hidden_size * element,

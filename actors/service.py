@@ -419,7 +419,7 @@ def bottleneck(lanes: dict[str, dict[str, Any]]) -> str:
 
 def profile_path(hardware: str, blueprint: Blueprint) -> Path:
     """Where the profile of a machine with a model is kept; other kernels, another profile."""
-    model = f"{blueprint.fingerprint[:16]}-{blueprint.dtype}"
+    model = f"{blueprint.fingerprint[:16]}-{blueprint.dtype}-{blueprint.kv_layout}"
     name = f"{hardware}-{model}-{source_key()[:12]}.json"
     return cache_dir() / "profiles" / name
 

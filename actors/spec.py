@@ -16,6 +16,7 @@ SPIN_US = 50  # a spin shorter than a wake-up puts both sides of a barrier to sl
 READ_DEPTH = 4  # reads in flight: four threads reach what the disk gives
 
 DataType = Literal["float32", "bfloat16", "float16"]
+KvType = Literal["q8_0"]
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -23,7 +24,8 @@ FinishReason = Literal["stop", "length", "cancelled"]
 class Options:
     """What the user chose that shapes the model in memory, before any plan."""
 
-    dtype: DataType | None = None  # compute type and KV type; None: the file's, or the fastest
+    dtype: DataType | None = None  # compute type; None: the file's, or the fastest
+    kv: KvType | None = None  # how keys and values are cached; None: in the compute type
     context: int | None = None
     max_batch: int = 1
     logit_rows: int = MAX_DECODE_ROWS  # rows of logits that one step may give to one request

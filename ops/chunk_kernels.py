@@ -130,17 +130,29 @@ def gather_cache(
     head: int,
     value: int,
     out: int,
+    scratch: int,
 ) -> None:
-    """Copy cached tokens [start, start + count) of one head to `out`, [count, head_dim]."""
-    page_tokens = geometry[t.PAGE_TOKENS]
-    nbytes = geometry[t.HEAD_DIM] * element_nbytes(geometry[t.KV_LAYOUT])
+    """Cached tokens [start, start + count) of one head to `out`, [count, head_dim].
+
+    In the compute type, whatever the cache holds.
+    """
+    page_tokens, dim = geometry[t.PAGE_TOKENS], geometry[t.HEAD_DIM]
+    layout, nbytes = geometry[t.COMPUTE_LAYOUT], geometry[t.KV_ROW_NBYTES]
+    out_nbytes = element_nbytes(layout) * dim
+    is_packed = geometry[t.KV_LAYOUT] != layout
     done = 0
     while done < count:
         inside = (start + done) % page_tokens
         span = min(page_tokens - inside, count - done)
         page = page_of(geometry, record, sequence, start + done)
         source = cache_page(base, geometry, layer, page, value, head) + inside * nbytes
-        copy_bytes(source, out + done * nbytes, span * nbytes)
+        if is_packed:
+            for token in range(span):
+                place = source + token * nbytes
+                call_address(geometry[t.KV_EXPAND], (place, scratch + EXPAND_AT, dim))
+                convert_row(layout, scratch + EXPAND_AT, out + (done + token) * out_nbytes, dim)
+        else:
+            copy_bytes(source, out + done * nbytes, span * nbytes)
         done += span
 
 

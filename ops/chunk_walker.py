@@ -235,8 +235,9 @@ def attend_rows(
     for value in range(2):
         target = values if value else keys
         gather_cache(
-            base, geometry, row[t.LAYER], record, sequence, start, num_keys, head, value, target
-        )
+            base, geometry, row[t.LAYER], record, sequence, start, num_keys, head, value, target,
+            scratch,
+        )  # fmt: skip
     mask = 0
     if query_at > 0 or 0 < window < num_keys:
         mask = _mask(geometry, aten, step, query_at, count, start, num_keys, window, scratch)

@@ -36,6 +36,8 @@ _rows_mxfp4 = make_packed_rows("mxfp4")
 _sum_1, _sum_2, _sum_4 = make_weighted_sum(1), make_weighted_sum(2), make_weighted_sum(4)
 
 LAYOUT_F32 = LAYOUTS["f32"].id
+LAYOUT_F16 = LAYOUTS["f16"].id
+LAYOUT_Q8_0 = LAYOUTS["q8_0"].id
 WIDE_ROW_NBYTES = 4096  # from here on, four rows ahead is far enough
 EXPAND_AT = 256  # bytes of scratch before the expanded rows
 MATVEC_SIGNATURE = types.void(*[types.int64] * 12)
@@ -288,6 +290,8 @@ def _matvec_mxfp4(
 ):
     _rows_mxfp4(weights, row_nbytes, num_rows, cols, x, x_stride, num_inputs, y, y_stride)
 
+
+multiply_q8_0 = njit(_matvec_q8_0)  # for the walker, which caches keys so
 
 _MATVECS = {
     "q8_0": _matvec_q8_0,

@@ -109,6 +109,8 @@ BLOCK_COLUMNS: Final = 10
     NORM_EPS,  # offset of a float32
     KV,
     KV_LAYOUT,
+    KV_ROW_NBYTES,  # one head's key or value of one token
+    KV_EXPAND,  # code address of `expand_row` for a packed KV_LAYOUT
     PAGE_TOKENS,
     NUM_PAGES,
     X,  # float32 [rows, HIDDEN]: the residual stream
@@ -142,7 +144,7 @@ BLOCK_COLUMNS: Final = 10
     MAX_PAGES,  # of one sequence
     COMPUTE_LAYOUT,  # id of the compute type
     GEOMETRY_FIELDS,
-) = range(53)
+) = range(55)
 
 # a step record begins with these int64
 STEP: Final = 0

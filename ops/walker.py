@@ -21,6 +21,7 @@ from shadowlane.ops.atomics import (
     call_address,
     claim,
     complete,
+    copy_bytes,
     load32,
     load64,
     now_ns,
@@ -36,11 +37,13 @@ from shadowlane.ops.atomics import (
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.kernels import (
     EXPAND_AT,
+    LAYOUT_F16,
     LAYOUT_F32,
+    LAYOUT_Q8_0,
     ONE,
     ZERO,
     _matvec_direct,
-    element_nbytes,
+    multiply_q8_0,
     rms_norm,
     rope_angles,
     rotate,
@@ -364,9 +367,7 @@ def gate_up_item(
 @njit
 def cache_page(base: int, geometry: Any, layer: int, page: int, value: int, head: int) -> int:
     """Address of one head's keys (value = 0) or values (1) of one page: [page tokens, head_dim]."""
-    head_nbytes = (
-        geometry[t.PAGE_TOKENS] * geometry[t.HEAD_DIM] * element_nbytes(geometry[t.KV_LAYOUT])
-    )
+    head_nbytes = geometry[t.PAGE_TOKENS] * geometry[t.KV_ROW_NBYTES]
     index = ((layer * geometry[t.NUM_PAGES] + page) * 2 + value) * geometry[t.NUM_KV_HEADS] + head
     return base + geometry[t.KV] + index * head_nbytes
 
@@ -420,24 +421,28 @@ def store_key_value(
     position = read_i32(record + geometry[t.RECORD_POSITIONS] + 4 * index)
     sequence = read_i32(record + geometry[t.RECORD_SEQUENCES] + 4 * index)
     page = page_of(geometry, record, sequence, position)
-    offset = (position % geometry[t.PAGE_TOKENS]) * dim * element_nbytes(layout)
-    rotate_head(
-        base,
-        geometry,
-        index,
-        qkv + (heads + head) * dim * 4,
-        row[t.K_NORM],
-        ONE,
-        layout,
-        cache_page(base, geometry, row[t.LAYER], page, 0, head) + offset,
-        scratch,
-    )
-    convert_row(
-        layout,
-        qkv + (heads + kv_heads + head) * dim * 4,
-        cache_page(base, geometry, row[t.LAYER], page, 1, head) + offset,
-        dim,
-    )
+    offset = (position % geometry[t.PAGE_TOKENS]) * geometry[t.KV_ROW_NBYTES]
+    key_at = cache_page(base, geometry, row[t.LAYER], page, 0, head) + offset
+    value_at = cache_page(base, geometry, row[t.LAYER], page, 1, head) + offset
+    key, value = qkv + (heads + head) * dim * 4, qkv + (heads + kv_heads + head) * dim * 4
+    if layout == LAYOUT_Q8_0:
+        rotated = scratch + EXPAND_AT + dim * 4  # rotate_head uses the first row there
+        rotate_head(base, geometry, index, key, row[t.K_NORM], ONE, LAYOUT_F32, rotated, scratch)
+        pack_q8_0(rotated, dim, key_at, rotated + dim * 4)
+        pack_q8_0(value, dim, value_at, rotated + dim * 4)
+    else:
+        rotate_head(base, geometry, index, key, row[t.K_NORM], ONE, layout, key_at, scratch)
+        convert_row(layout, value, value_at, dim)
+
+
+@njit
+def pack_q8_0(x: int, dim: int, out: int, scratch: int) -> None:
+    """One float32 row in blocks of q8_0; scratch: room for the same row quantised."""
+    quantise_row(x, dim, scratch)
+    for group in range(dim // 32):
+        block = out + group * 34
+        convert_row(LAYOUT_F16, scratch + dim + 4 * group, block, 1)
+        copy_bytes(scratch + 32 * group, block + 2, 32)
 
 
 @njit
@@ -463,7 +468,7 @@ def attend(
     sequence = read_i32(record + geometry[t.RECORD_SEQUENCES] + 4 * index)
     start = max(0, position - row[t.WINDOW] + 1) if row[t.WINDOW] > 0 else 0
     count = position + 1 - start
-    nbytes = element_nbytes(layout)
+    nbytes = geometry[t.KV_ROW_NBYTES]
     queries = scratch + EXPAND_AT + dim * 4  # rotate_head uses the first row behind EXPAND_AT
     scores = scratch + geometry[t.SCRATCH_SCORES]
     stride = geometry[t.CONTEXT] * 4
@@ -483,6 +488,11 @@ def attend(
             queries + g * dim * 4,
             scratch,
         )
+    x, x_stride = queries, dim * 4
+    if layout == LAYOUT_Q8_0:
+        x = queries + queries_here * dim * 4
+        for g in range(queries_here):
+            quantise_row(queries + g * dim * 4, dim, x + g * x_stride)
     page_tokens = geometry[t.PAGE_TOKENS]
     at = start
     while at <= position:
@@ -491,20 +501,16 @@ def attend(
         keys = cache_page(
             base, geometry, row[t.LAYER], page_of(geometry, record, sequence, at), 0, head
         )
-        _matvec(
-            layout,
-            0,
-            keys + inside * dim * nbytes,
-            dim * nbytes,
-            span,
-            dim,
-            queries,
-            dim * 4,
-            queries_here,
-            scores + (at - start) * 4,
-            stride,
-            scratch,
-        )
+        keys += inside * nbytes
+        out = scores + (at - start) * 4
+        if layout == LAYOUT_Q8_0:
+            multiply_q8_0(
+                layout, 0, keys, nbytes, span, dim, x, x_stride, queries_here, out, stride, scratch
+            )
+        else:
+            _matvec(
+                layout, 0, keys, nbytes, span, dim, x, x_stride, queries_here, out, stride, scratch
+            )
         at += span
     width = heads * dim
     out = base + row[t.OUTPUT] + (index * width + (head * grouped + first) * dim) * 4
@@ -520,10 +526,16 @@ def attend(
         values = cache_page(
             base, geometry, row[t.LAYER], page_of(geometry, record, sequence, at), 1, head
         )
+        values += inside * nbytes
+        value_layout, value_nbytes = layout, nbytes
+        if layout == LAYOUT_Q8_0:
+            expanded = scratch + geometry[t.SCRATCH_QUERIES]  # of a chunk; not used meanwhile
+            call_address(geometry[t.KV_EXPAND], (values, expanded, span * dim))
+            values, value_layout, value_nbytes = expanded, LAYOUT_F32, dim * 4
         weighted_sum(
-            layout,
-            values + inside * dim * nbytes,
-            dim * nbytes,
+            value_layout,
+            values,
+            value_nbytes,
             span,
             dim,
             scores + (at - start) * 4,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from shadowlane.actors.cluster import Cluster
-    from shadowlane.actors.spec import Chunk, DataType, ServiceSpec
+    from shadowlane.actors.spec import Chunk, DataType, KvType, ServiceSpec
     from shadowlane.ops.pack import PackLayout
 
 Progress = Callable[[str, float | None], None]
@@ -70,6 +70,7 @@ class LLM:
         prefill_chunk: int | None = None,
         logit_rows: int | None = None,
         weights: PackLayout | None = None,
+        kv: KvType | None = None,
         prefetch: bool = True,
         direct_io: bool = True,
         replan: bool = True,
@@ -92,6 +93,7 @@ class LLM:
             max_batch=max_batch,
             prefill_chunk=prefill_chunk,
             logit_rows=logit_rows,
+            kv=kv,
             prefetch=prefetch,
             direct_io=direct_io,
             replan=replan,
@@ -275,6 +277,7 @@ def make_spec(
     max_batch: int = 1,
     prefill_chunk: int | None = None,
     logit_rows: int | None = None,
+    kv: KvType | None = None,
     prefetch: bool = True,
     direct_io: bool = True,
     replan: bool = True,
@@ -290,6 +293,7 @@ def make_spec(
     budget = free_ram().budget_nbytes if ram is None else parse_size(ram, "ram")
     options = Options(
         dtype=dtype,
+        kv=kv,
         context=ctx_size,
         max_batch=max_batch,
         logit_rows=MAX_DECODE_ROWS if logit_rows is None else logit_rows,

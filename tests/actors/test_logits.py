@@ -9,10 +9,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from inprocess import InProcess, collect, running, small_blocks
+from inprocess import ONE_THREAD, TWO_THREADS, InProcess, collect, running, small_blocks
 from tiny import FAMILIES, reference_logits, tiny_tokens
 
-from shadowlane.actors.blueprint import Options
+from shadowlane.actors.blueprint import Options, read_blueprint
+from shadowlane.ops.table import QUERY_ROWS
 
 TOLERANCE = 1e-4  # float32 against float32, largest difference of any logit
 # Activations stay float32 here, so rounding comes from weights, which are the same, and from what
@@ -54,6 +55,49 @@ def test_prefill_and_decode_equal_those_of_transformers(
         with running(model, options=Options(logit_rows=chunk, prefill_chunk=64)) as engine:
             ours = engine.logits(tokens)
         assert_close(ours, reference_logits(model, tokens, cut_evenly(NUM_TOKENS, chunk)))
+
+
+@pytest.mark.parametrize("family", ["llama2", "mistral-window", "qwen3-window"])
+def test_a_long_chunk_is_attended_in_parts(tiny_model: Callable[..., Path], family: str) -> None:
+    """With few heads per worker each part is an item; the bits are the same."""
+    model = tiny_model(family)
+    tokens = tiny_tokens(500)
+    chunk = QUERY_ROWS + 50
+    theirs = reference_logits(model, tokens, cut_evenly(len(tokens), chunk))
+    found = []
+    for cores in (ONE_THREAD, TWO_THREADS):
+        options = Options(logit_rows=chunk, prefill_chunk=chunk)
+        with running(model, options=options, cores=cores) as engine:
+            found.append(engine.logits(tokens))
+    assert_close(found[0], theirs)
+    assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("family", ["llama-head-dim", "qwen3", "llama-bfloat16-heads"])
+def test_keys_and_values_in_8_bits(tiny_model: Callable[..., Path], family: str) -> None:
+    """Within what 8 bits allow, in prefill and in decode; and really in 8 bits."""
+    if family == "llama-bfloat16-heads":
+        model = tiny_model("llama-bfloat16", head_dim=32)
+    else:
+        model = tiny_model(family)
+    tokens = tiny_tokens(NUM_TOKENS)
+    exact = reference_logits(model, tokens, dtype="float32")
+    for rows in (64, 8, 1):
+        plain, packed = (Options(kv=kv, logit_rows=rows, prefill_chunk=64) for kv in (None, "q8_0"))
+        errors, page_nbytes = [], []
+        for options in (plain, packed):
+            with running(model, options=options) as engine:
+                blueprint = engine.engine.blueprint
+                page_nbytes.append(blueprint.catalog.page_nbytes)
+                errors.append(np.abs(engine.logits(tokens) - exact).mean())
+        element = 4 if blueprint.dtype == "float32" else 2
+        assert page_nbytes[1] * 32 * element == page_nbytes[0] * 34
+        assert errors[0] < errors[1] < 0.04  # logits are about 0.8 on average
+
+
+def test_keys_in_8_bits_need_heads_of_whole_blocks(tiny_model: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match=r"kv q8_0 needs heads of a multiple of 32; .* have 24"):
+        read_blueprint(tiny_model("qwen3-tied"), Options(kv="q8_0"), 1)
 
 
 @pytest.mark.parametrize("family", FLOAT32)

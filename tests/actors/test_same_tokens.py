@@ -85,6 +85,17 @@ def test_any_budget(model: Path, expected: list[int], cores: Any) -> None:
     assert streamed[-1] == 0
 
 
+def test_any_budget_with_keys_in_8_bits(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("qwen3")
+    options = replace(OPTIONS, kv="q8_0")
+    found = []
+    for cores in SETUPS:
+        for ram in budgets(model, cores, options)[::2]:
+            with running(model, ram=ram, cores=cores, options=options) as engine:
+                found.append(engine.generate(PROMPT, max_tokens=24))
+    assert len({tuple(each) for each in found}) == 1
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -69,6 +69,7 @@ def test_every_option_reaches_the_engine(
     result = shadowlane_command(
         *("run", model_dir, "-p", "x", "--ram", "1.5GB", "--gpu-memory", "0", "--ctx-size", 256),
         *("--cpu-threads", 3, "--cpu-workers", 2, "--dtype", "bfloat16", "--no-prefetch"),
+        *("--kv", "q8_0"),
         *("--weights", "q4_1"),
         *("-n", 3, "--temp", 0.5, "--top-k", 5, "--top-p", 0.9, "--min-p", 0.1),
         *("--repeat-penalty", 1.1, "--seed", 7, "--stop", "a b", "--stop", "c"),
@@ -80,6 +81,7 @@ def test_every_option_reaches_the_engine(
         "cpu_threads": 3,
         "cpu_workers": 2,
         "dtype": "bfloat16",
+        "kv": "q8_0",
         "ctx_size": 256,
         "weights": "q4_1",
         "prefetch": False,

@@ -60,6 +60,7 @@ def bench(
     cpu_threads: options.CpuThreads = None,
     cpu_workers: options.CpuWorkers = 1,
     dtype: options.DtypeOption = None,
+    kv: options.Kv = None,
     weights: options.Weights = None,
 ) -> None:
     """Measure tokens per second, mean ± standard deviation, after one uncounted repetition.
@@ -68,7 +69,7 @@ def bench(
     tokens after a prompt of one token, each measured for itself.
     """
     engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights
+        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv
     )
     if prompt_tokens == 0 and decode_tokens == 0:
         raise ValueError("one of -pp and -tg must be above 0; got 0 and 0")

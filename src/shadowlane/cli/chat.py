@@ -37,6 +37,7 @@ def chat(
     cpu_threads: options.CpuThreads = None,
     cpu_workers: options.CpuWorkers = 1,
     dtype: options.DtypeOption = None,
+    kv: options.Kv = None,
     weights: options.Weights = None,
     temp: options.Temperature = None,
     top_k: options.TopK = None,
@@ -51,7 +52,7 @@ def chat(
     Ctrl-C stops the answer and keeps the conversation. /clear forgets it, /exit leaves.
     """
     engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights
+        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv
     )
     params = options.sampling_params(
         max_tokens,

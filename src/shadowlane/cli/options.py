@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PackName = Literal["q8_0", "q4_0", "q4_1"]
+KvName = Literal["q8_0"]
 
 ENVIRONMENT_NOTE = (
     "Each option can also be set in the environment: [bold]--cpu-threads 4[/bold] is "
@@ -106,6 +107,15 @@ CtxSize = Annotated[
         **whole_number(1),
         help="Tokens of context to hold. Default: the model's, at most 4096, fewer if the budget "
         "is short.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+Kv = Annotated[
+    KvName | None,
+    option(
+        "--kv",
+        help="Cache keys and values in 8 bits: half the memory of bfloat16 and half the bytes "
+        "that long contexts read. Default: the compute type.",
         rich_help_panel=_MEMORY,
     ),
 ]
@@ -246,6 +256,7 @@ class EngineOptions:
     dtype: str | None = None
     ctx_size: int | None = None
     weights: str | None = None
+    kv: str | None = None
 
     def __post_init__(self) -> None:
         self.ram_nbytes()
@@ -267,6 +278,7 @@ class EngineOptions:
             "dtype": self.dtype,
             "ctx_size": self.ctx_size,
             "weights": self.weights,
+            "kv": self.kv,
         }
 
     def open(

@@ -33,6 +33,7 @@ def perplexity(
     cpu_threads: options.CpuThreads = None,
     cpu_workers: options.CpuWorkers = 1,
     dtype: options.DtypeOption = None,
+    kv: options.Kv = None,
     weights: options.Weights = None,
 ) -> None:
     """Measure how well a model predicts a text; lower is better, 1 is perfect.
@@ -46,7 +47,7 @@ def perplexity(
     window = WINDOW_TOKENS if ctx_size is None else ctx_size
     check_window(window)
     engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, window, weights
+        ram, gpu_memory, cpu_threads, cpu_workers, dtype, window, weights, kv
     )
     if file is None:
         raise ValueError("a text is needed: -f TEXT")

@@ -31,6 +31,7 @@ def plan(
     cpu_threads: options.CpuThreads = None,
     cpu_workers: options.CpuWorkers = 1,
     dtype: options.DtypeOption = None,
+    kv: options.Kv = None,
     weights: options.Weights = None,
 ) -> None:
     """Show where each part of a model would go and why. Reads file headers, no weights.
@@ -39,7 +40,7 @@ def plan(
     not there yet. Ends with exit code 2, naming what is short and by how much, if nothing fits.
     """
     engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights
+        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv
     )
     with Stages() as stages:
         path = resolve_model(model, stages)

@@ -49,6 +49,7 @@ def run(
     cpu_threads: options.CpuThreads = None,
     cpu_workers: options.CpuWorkers = 1,
     dtype: options.DtypeOption = None,
+    kv: options.Kv = None,
     weights: options.Weights = None,
     temp: options.Temperature = None,
     top_k: options.TopK = None,
@@ -64,7 +65,7 @@ def run(
     a chat template get it as a user's message; --raw continues it as it is.
     """
     engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights
+        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv
     )
     params = options.sampling_params(
         max_tokens,
