@@ -58,3 +58,13 @@ def decode_nbytes(folder: Path) -> int:
         for tensor in tensors
         if not (is_untied and tensor.name == "model.embed_tokens.weight")
     )
+
+
+def vocab_size(model: Path) -> int:
+    """Of a model directory, or of a GGUF file: the rows of its table of embeddings."""
+    if model.is_dir():
+        return int(json.loads((model / "config.json").read_text())["vocab_size"])
+    import gguf
+
+    tensors = gguf.GGUFReader(model).tensors
+    return next(int(each.shape[-1]) for each in tensors if each.name == "token_embd.weight")

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint import vocab_size
 from machine import drop_page_cache, hardware_line, run_limited, versions
 from measure import Spread, as_json, markdown_table, ratio_per_round, spread
 
@@ -233,7 +234,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     given = parse()
     engines = given.engines.split(",")
-    vocab = json.loads((given.model / "config.json").read_text())["vocab_size"]
+    vocab = vocab_size(given.model)
     rounds: list[list[Outcome]] = []
     try:
         commands = {engine: command_of(engine, given, vocab) for engine in engines}

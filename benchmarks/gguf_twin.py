@@ -57,37 +57,45 @@ def interleave_rotary(matrix: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, cols)
 
 
+def open_writer(
+    out: Path, title: str, config: dict, file_type: gguf.LlamaFileType
+) -> gguf.GGUFWriter:
+    """A new file with what a `config.json` of a Llama says; tensors are still to be named."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    out.unlink(missing_ok=True)
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_name(title)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(file_type)
+    writer.add_tokenizer_model("none")
+    return writer
+
+
 def write_gguf(folder: Path, out: Path) -> None:
     """Write `out` from the weights in `folder`: matrices in bfloat16, norms in float32."""
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] != "llama":
         raise ValueError(f"model_type must be llama; got {config['model_type']}")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope_theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     tensors = read_headers(folder)
     if config.get("tie_word_embeddings"):
         tensors = [tensor for tensor in tensors if tensor.name != "lm_head.weight"]
     total_nbytes = sum(tensor.nbytes for tensor in tensors)
     check_room(out.parent, total_nbytes)
 
-    out.unlink(missing_ok=True)
-    writer = gguf.GGUFWriter(out, "llama")
-    writer.add_name(folder.name)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(rope_theta)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_tokenizer_model("none")
+    writer = open_writer(out, folder.name, config, gguf.LlamaFileType.MOSTLY_BF16)
     for tensor in tensors:
         name, shape = gguf_name(tensor.name), tensor.shape
         if len(shape) == 1:

@@ -115,6 +115,7 @@ SHAPES: dict[str, Shape] = {
     # SmolLM2-135M exactly.
     "135m": Shape(576, 30, 1536, 9, 3, 64, 49152, rope_theta=100000.0),
     "1b": Shape(2048, 16, 8192, 32, 8, 64, 32000, rope_theta=500000.0),
+    "1.5b": Shape(1536, 28, 8960, 12, 2, 128, 151936, rope_theta=1000000.0),
     "3b": Shape(3072, 26, 8192, 24, 8, 128, 32000, rope_theta=500000.0),
     "7b": Shape(4096, 32, 11008, 32, 32, 128, 32000, tie_word_embeddings=False),
 }
