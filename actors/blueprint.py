@@ -1,8 +1,9 @@
 """From weight files to what can be planned: groups cut into blocks, and the catalog of them.
 
 A block's height depends on shapes and layouts alone, so that no plan changes a product's bits. It
-aims at 2 MiB, the request size at which a disk gives its full bandwidth, and at no fewer than a few
-tiles per matrix, so that the workers of a lane share a prefill evenly.
+aims at 4 MiB: a disk gives its full bandwidth from 2 MiB on, and products of fewer rows are slower.
+But there are no fewer than a few tiles per matrix, so that the workers of a lane share a prefill
+evenly.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from shadowlane.ops.decoder import (
 )
 from shadowlane.ops.files import ModelFiles, TensorSource, open_model
 from shadowlane.ops.layouts import LAYOUTS, quantised_nbytes
-from shadowlane.ops.table import MAX_BLOCK_ROWS, MAX_DECODE_ROWS, QUERY_ROWS, WORDS_NBYTES
+from shadowlane.ops.table import (
+    MAX_BLOCK_ROWS,
+    MAX_DECODE_ROWS,
+    PANEL_ROWS,
+    QUERY_ROWS,
+    WORDS_NBYTES,
+)
 from shadowlane.planner.catalog import Block, Catalog, Group
 from shadowlane.planner.context import DEFAULT_CONTEXT
 from shadowlane.planner.placement import PAGE_NBYTES, whole_pages
@@ -79,7 +86,7 @@ class ScratchPlan:
     worker_output: int  # results of a chunk of rows
     worker_expand: int  # dot results and expanded rows; attention queries
     worker_scores: int
-    worker_tile: int  # a block in the compute type
+    worker_tile: int  # a panel of a packed block in the compute type
     worker_normalised: int  # of a chunk, in the compute type
     worker_products: int
     worker_queries: int
@@ -413,8 +420,13 @@ def _plan_scratch(
     qkv_width = heads_width + 2 * config.num_kv_heads * config.head_dim
     widest = max(config.hidden_size, config.intermediate_size, heads_width)
     grouped = config.num_heads // config.num_kv_heads
-    expanded = [
+    in_place = [
         source.num_rows
+        for source in sources
+        if source.layout == LAYOUT_OF[dtype] and not source.offset % element
+    ]
+    expanded = [
+        min(source.num_rows, PANEL_ROWS)
         * LAYOUTS[source.layout].block_elements
         * (source.row_nbytes // LAYOUTS[source.layout].block_nbytes)
         * element
@@ -443,10 +455,10 @@ def _plan_scratch(
         worker_scores=grouped * context * 4,
         worker_tile=max(expanded, default=0),
         worker_normalised=chunk * config.hidden_size * element,
-        worker_products=2 * chunk * max(source.num_rows for source in sources) * element,
-        worker_queries=grouped * QUERY_ROWS * config.head_dim * element,
+        worker_products=2 * chunk * max([PANEL_ROWS, *in_place]) * element,
+        worker_queries=grouped * min(QUERY_ROWS, chunk) * config.head_dim * element,
         worker_cached=2 * context * config.head_dim * element,
-        worker_mask=QUERY_ROWS * context * element,
+        worker_mask=min(QUERY_ROWS, chunk) * context * element,
         worker_words=WORDS_NBYTES,
     )
 

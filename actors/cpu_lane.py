@@ -152,7 +152,7 @@ class CpuLane:
             seat.calls_torch = True
         status = int(walk_chunk(base, self._geometry, aten.load(), *tables, *place))
         if status == FAILED:
-            raise RuntimeError("torch refused a product; it says why on the error output")
+            raise RuntimeError(f"torch refused an operation; {aten.last_error()}")
         return status
 
 

@@ -252,6 +252,7 @@ class Engine:
                     else:  # while steps run, the wait for them looks after the lanes
                         self._look_after_lanes()
                         self._report_step()
+                        self._busy_ns = self.gauges.busy_ns()
                         self.shadow.talk(self.gauges)
                 except LaneDied as error:
                     self._recover(error)
@@ -371,6 +372,7 @@ class Engine:
                 if self._stopping:  # closed meanwhile: what has just been set going ends again
                     self.crew.abort()
                     return
+                self._busy_ns = self.gauges.busy_ns()  # of the next step, not of the failed one
                 self.shadow.lanes_restarted()
                 self.shadow.decisions.append(f"{reason}; started again under the plan in force")
                 return

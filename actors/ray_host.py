@@ -301,5 +301,7 @@ def start_engine(spec: ServiceSpec) -> tuple[Any, Any]:
     The processes of engine and lanes come up side by side, from here and not from the engine: that
     is half a second on the way to the first token.
     """
-    engine = ray.remote(num_cpus=0, max_concurrency=ENGINE_THREADS)(EngineActor).remote()
+    engine = ray.remote(
+        num_cpus=0, max_concurrency=ENGINE_THREADS, concurrency_groups={"control": 1}
+    )(EngineActor).remote()
     return engine, engine.start.remote(spec, start_lanes(spec.settings))

@@ -97,11 +97,13 @@ def wait_until_parked(runs: Mapping[str, Pending]) -> list[str]:
 def settle_counters(
     arena: Arena, layout: ArenaLayout, step: int, lane_bases: Sequence[int]
 ) -> None:
-    """Make all counters agree with the engine's bases, and forget sleepers that died asleep.
+    """Make all counters agree with the engine's bases.
 
     A lane's counter may stand anywhere in the step that failed, or hold what a dead lane wrote; a
     new disk lane counts from 0. Only while every lane is parked. Tickets need no such thing, they
-    go by the number of the step.
+    go by the number of the step. Who died asleep stays counted in its bed, which costs a system
+    call whenever a value of that bed is published; a process on its way out may still count itself
+    out, so the beds are not ours to clear.
     """
     values = dict(enumerate(lane_bases))
     values |= {
@@ -110,9 +112,8 @@ def settle_counters(
         STEP_COUNTER: step,
     }
     for number in range(NUM_COUNTERS):
-        word = arena.view(layout.counter(number), np.uint32, 2)
+        word = arena.view(layout.counter(number), np.uint32, 1)
         word[0] = values.get(number, 0) & 0xFFFFFFFF
-        word[1] = 0
 
 
 def kill_quietly(remotes: Sequence[object]) -> None:

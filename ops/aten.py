@@ -48,24 +48,38 @@ def _library() -> ctypes.CDLL:
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise ModelError("torch must be installed: pip install shadowlane")
-    path = Path(spec.submodule_search_locations[0]) / "lib" / "libtorch_cpu.so"
+    folder = Path(spec.submodule_search_locations[0]) / "lib"
     try:
-        return ctypes.CDLL(str(path))
+        # As torch's Python half does: libraries that others are to find, MKL in some builds.
+        ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(folder / "libtorch_cpu.so"))
     except OSError:
         # A build whose libraries find each other only once its Python half has loaded them.
         import torch  # noqa: F401
 
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(folder / "libtorch_cpu.so"))
 
 
 @cache
 def load() -> np.ndarray:
     """The table that compiled code needs; int64 [DTYPES + number of direct layouts]."""
     library = _library()
-    found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _FUNCTIONS]
-    for name in sorted(_DTYPE_OF, key=lambda each: LAYOUTS[each].id):
-        found.append(getattr(library, f"aoti_torch_dtype_{_DTYPE_OF[name]}")())
-    return np.array(found, np.int64)
+    table = np.zeros(DTYPES + len(_DTYPE_OF), np.int64)
+    try:
+        for place, name in enumerate(_FUNCTIONS):
+            table[place] = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+        for layout, name in _DTYPE_OF.items():
+            table[DTYPES + LAYOUTS[layout].id] = getattr(library, f"aoti_torch_dtype_{name}")()
+    except AttributeError as error:
+        raise ModelError(f"torch must have the C interface of 2.13 or later; {error}") from None
+    return table
+
+
+def last_error() -> str:
+    """Why torch refused the calling thread's last operation, in a line."""
+    what = _library().torch_exception_get_what_without_backtrace
+    what.restype = ctypes.c_char_p
+    return " ".join((what() or b"").decode(errors="replace").split())
 
 
 def use_one_thread() -> None:

@@ -26,6 +26,7 @@ from shadowlane.ops.table import NUM_BEDS
 I32, I64 = ir.IntType(32), ir.IntType(64)
 BEDS = 64  # byte offset of the first bed; two words: how many sleep in it, a count of wake-ups
 BED_NBYTES = 8
+LOOK_BACK = 7  # with the bed of the value itself as many as a cache line holds
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 202)
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 CLOCK_MONOTONIC = 1
@@ -206,9 +207,11 @@ def publish(counter: int, value: int) -> None:
     """Set a counter (one writer at a time); wake those who wait for a value that it reaches."""
     value = types.int32(value)
     passed = types.int64(types.int32(value - swap32(counter, value)))
-    if passed < 0 or passed > NUM_BEDS:  # set anew, or by so much that all beds are meant
-        passed = NUM_BEDS
-    for back in range(passed):
+    # NOTE: a few beds more, for a publisher who lost its core between its store and its look.
+    reach = passed + LOOK_BACK
+    if passed < 0 or reach > NUM_BEDS:  # set anew, or by so much that all beds are meant
+        reach = NUM_BEDS
+    for back in range(reach):
         bed = _bed(counter, value - back)
         if load32(bed) != 0:
             _wake(bed)

@@ -47,10 +47,12 @@ def normalise_rows(
 
 
 @njit
-def expand_tile(block: Any, source: int, cols: int, layout: int, out: int, scratch: int) -> None:
-    """A whole block in a direct layout, rows packed one behind the other."""
+def expand_tile(
+    block: Any, source: int, num_rows: int, cols: int, layout: int, out: int, scratch: int
+) -> None:
+    """Rows of a block from address `source` in a direct layout, one behind the other."""
     nbytes = element_nbytes(layout) * cols
-    for index in range(block[t.BLOCK_NUM_ROWS]):
+    for index in range(num_rows):
         address = source + index * block[t.ROW_NBYTES]
         if layout == LAYOUT_F32:
             call_address(block[t.EXPAND], (address, out + index * nbytes, cols))

@@ -93,26 +93,34 @@ def chunk_input(base: int, geometry: Any, row: Any, record: int, scratch: int) -
 
 
 @njit
+def _is_in_place(geometry: Any, block: Any, address: int) -> bool:
+    """Whether torch can multiply with a block as it is."""
+    layout = geometry[t.COMPUTE_LAYOUT]
+    return block[t.LAYOUT] == layout and address % element_nbytes(layout) == 0
+
+
+@njit
 def _product(
-    base: int,
     geometry: Any,
     aten: Any,
     block: Any,
-    record: int,
+    weights: int,
+    rows: int,
     x: int,
     count: int,
     cols: int,
     out: int,
     scratch: int,
 ) -> bool:
-    """The chunk times a block, [count, rows] of the compute type. False: torch refused."""
+    """The chunk times rows of a block from address `weights`, [count, rows] of the compute type.
+
+    False: torch refused.
+    """
     layout = geometry[t.COMPUTE_LAYOUT]
-    weights = block_address(base, geometry, block, record)
-    if block[t.LAYOUT] != layout or weights % element_nbytes(layout) != 0:
+    if not _is_in_place(geometry, block, weights):
         source, weights = weights, scratch + geometry[t.SCRATCH_TILE]
-        expand_tile(block, source, cols, layout, weights, scratch)
+        expand_tile(block, source, rows, cols, layout, weights, scratch)
     words = scratch + geometry[t.SCRATCH_WORDS]
-    rows = block[t.BLOCK_NUM_ROWS]
     return torch.multiply(aten, words, x, count, cols, weights, rows, out, layout)
 
 
@@ -128,36 +136,49 @@ def tile_item(
     x: int,
     scratch: int,
 ) -> bool:
-    """A tile times the chunk, into its columns of the output. False: torch refused."""
+    """A tile times the chunk, into its columns of the output. False: torch refused.
+
+    What has to be expanded first goes in panels of PANEL_ROWS, which stay in the cache from one to
+    the other.
+    """
     layout = geometry[t.COMPUTE_LAYOUT]
     count = load64(record + 8 * t.NUM_PREFILL)
-    block, cols, total = blocks[item[t.BLOCK]], row[t.COLS], row[t.ROWS]
-    rows, first = block[t.BLOCK_NUM_ROWS], item[t.FIRST_ROW]
+    block, second = blocks[item[t.BLOCK]], blocks[item[t.BLOCK]]
+    weights = block_address(base, geometry, block, record)
+    others, in_place = 0, _is_in_place(geometry, block, weights)
+    if row[t.KIND] == t.GATE_UP:
+        second = blocks[item[t.SECOND_BLOCK]]
+        others = block_address(base, geometry, second, record)
+        in_place = in_place and _is_in_place(geometry, second, others)
+    cols, total, num_rows = row[t.COLS], row[t.ROWS], block[t.BLOCK_NUM_ROWS]
     nbytes = element_nbytes(layout)
     product = scratch + geometry[t.SCRATCH_PRODUCTS]
-    bias = base + row[t.BIAS] + 4 * first if row[t.BIAS] >= 0 else 0
-    if not _product(base, geometry, aten, block, record, x, count, cols, product, scratch):
-        return False
-    if row[t.KIND] != t.GATE_UP:
-        start = load64(record + 8 * t.NUM_DECODE) * total + first
-        out = base + row[t.OUTPUT] + 4 * start
-        finish_tile(product, layout, count, rows, bias, row[t.EPILOGUE], out, total * 4)
-        return True
-    up = product + count * rows * nbytes
-    second = blocks[item[t.SECOND_BLOCK]]
-    if not _product(base, geometry, aten, second, record, x, count, cols, up, scratch):
-        return False
-    activate_tile(
-        product,
-        up,
-        layout,
-        count,
-        rows,
-        bias,
-        bias + 4 * total if bias != 0 else 0,
-        base + row[t.PREFILL_OUTPUT] + first * nbytes,
-        total * nbytes,
-    )
+    panel = num_rows if in_place else min(num_rows, t.PANEL_ROWS)
+    up = product + count * panel * nbytes
+    for at in range(0, num_rows, panel):
+        rows, first = min(panel, num_rows - at), item[t.FIRST_ROW] + at
+        bias = base + row[t.BIAS] + 4 * first if row[t.BIAS] >= 0 else 0
+        place = weights + at * block[t.ROW_NBYTES]
+        if not _product(geometry, aten, block, place, rows, x, count, cols, product, scratch):
+            return False
+        if row[t.KIND] != t.GATE_UP:
+            out = base + row[t.OUTPUT] + 4 * (load64(record + 8 * t.NUM_DECODE) * total + first)
+            finish_tile(product, layout, count, rows, bias, row[t.EPILOGUE], out, total * 4)
+            continue
+        place = others + at * second[t.ROW_NBYTES]
+        if not _product(geometry, aten, second, place, rows, x, count, cols, up, scratch):
+            return False
+        activate_tile(
+            product,
+            up,
+            layout,
+            count,
+            rows,
+            bias,
+            bias + 4 * total if bias != 0 else 0,
+            base + row[t.PREFILL_OUTPUT] + first * nbytes,
+            total * nbytes,
+        )
     return True
 
 
@@ -277,9 +298,9 @@ def chunk_attention(
     parts = -(-num_prefill // t.QUERY_ROWS)
     begin, end = 0, parts
     if row[t.ITEM_COUNT] < 2 * geometry[t.NUM_WORKERS]:
-        end = parts - item % parts  # the longest first
+        end = parts - item // row[t.ITEM_COUNT]  # the longest first
         begin = end - 1
-        item = item // parts
+        item = item % row[t.ITEM_COUNT]
     head = row[t.ITEM_START] + item
     if num_decode > 0 and begin == 0:
         decode_attention(base, geometry, row, record, head, num_decode, scratch)

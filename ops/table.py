@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MAX_LANES: Final = 8  # compute lanes that a table can wait for
 MAX_DECODE_ROWS: Final = 8  # rows that go through the compiled kernels together
 WORDS_NBYTES: Final = 4096  # what a call of torch needs; see `aten.py`
+PANEL_ROWS: Final = 256  # of a block in prefill, expanded and multiplied together
 QUERY_ROWS: Final = 256  # of a chunk, in one call of attention
 MAX_BLOCK_ROWS: Final = 1024  # tallest tile
 
@@ -126,9 +127,9 @@ BLOCK_COLUMNS: Final = 10
     QUANTISED_NBYTES,
     SCRATCH_OUTPUT,  # two float32 [MAX_DECODE_ROWS, MAX_BLOCK_ROWS]
     SCRATCH_SCORES,  # float32 [heads per kv head, context]
-    SCRATCH_TILE,  # an expanded tile in the compute type
+    SCRATCH_TILE,  # an expanded panel in the compute type
     SCRATCH_NORMALISED,  # of a chunk, in the compute type [chunk, HIDDEN]
-    SCRATCH_PRODUCTS,  # two [chunk, tile rows]
+    SCRATCH_PRODUCTS,  # two [chunk, rows of a tile or panel]
     SCRATCH_QUERIES,  # [heads per kv head, QUERY_ROWS, HEAD_DIM]
     SCRATCH_CACHED,  # keys, then values: [CONTEXT, HEAD_DIM] each
     SCRATCH_MASK,  # [QUERY_ROWS, CONTEXT]

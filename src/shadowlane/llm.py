@@ -216,7 +216,9 @@ class LLM:
                     yield chunk
         finally:
             if not is_over and self._engine is not None and ray.is_initialized():
-                self._engine.call.remote("cancel", request)
+                # Beside the calls that listen, which may all be taken.
+                control = self._engine.call.options(concurrency_group="control")
+                control.remote("cancel", request)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """What the model says after each token: float32 [tokens, vocab]."""
@@ -349,10 +351,14 @@ def plan_model(
 def profile_model(
     model: str | Path, refresh: bool = True, progress: Progress | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Measure this machine with this model, and keep the figures for later plans."""
+    """Measure this machine with `LLM(model, **options)`, and keep the figures for later plans.
+
+    A profile belongs to a model, its types and the threads of each lane.
+    """
     from shadowlane.actors.preview import cached_profile, forget_profile, profile_report
 
-    path = resolve_model(str(model), progress or _silent)
+    tell = progress or _silent
+    path, _ = _chosen_weights(resolve_model(str(model), tell), options.pop("weights", None), tell)
     spec = make_spec(path, **options)
     if refresh:
         forget_profile(spec)

@@ -45,6 +45,7 @@ from shadowlane.actors.engine import Engine, EngineError
 from shadowlane.actors.hosts import LaneDied, Pending, Remote, ThreadHost
 from shadowlane.actors.sequence import Output
 from shadowlane.actors.sequence import Sequence as RunningSequence
+from shadowlane.ops import aten
 from shadowlane.ops.sampling import SamplingParams
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
@@ -377,6 +378,20 @@ def test_an_error_that_stays_closes_the_door(model: Path, monkeypatch: pytest.Mo
         with pytest.raises(EngineError) as refused:
             engine.generate(PROMPT)
         assert str(refused.value) == error
+
+
+@pytest.mark.parametrize("cores", [TWO_THREADS, TWO_LANES])
+def test_what_torch_refuses_is_told(
+    model: Path, cores: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = aten.load().copy()
+    table[aten.DTYPES :] = 99  # torch has no such type
+    monkeypatch.setattr(aten, "load", lambda: table)
+    with serving(model, cores=cores) as engine:
+        said = end_of(engine.submit(PROMPT)).error
+        assert said is not None
+        assert "torch refused an operation; " in said
+        assert said.split("; ", 1)[1]  # and why, in its own words
 
 
 def test_a_changed_model_is_refused_from_then_on(model: Path, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_decode_items_shrink_towards_the_end(tiny_model: Callable[..., Path]) ->
         assert heights[0] > 4 * heights[-1]
         for number, height in enumerate(heights):
             left = heights[number:].sum()
-            assert height <= max(left / 2, 512)
+            assert height <= max(left / 4, 128)
 
 
 def test_blocks_are_at_home_or_in_the_sweep(tiny_model: Callable[..., Path]) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from shadowlane import LLM, SamplingParams, plan_model
 from shadowlane.actors.cluster import ClusterError, join_cluster
 from shadowlane.actors.engine import EngineError
 from shadowlane.actors.machine import usable_cores
+from shadowlane.actors.ray_host import ENGINE_THREADS
 from shadowlane.ops.errors import ModelError
 from shadowlane.planner.placement import InfeasiblePlan
 
@@ -133,6 +135,25 @@ def test_a_closed_stream_frees_its_slot(llm: LLM, expected: tuple[int, ...]) -> 
     assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected
     with pytest.raises(ValueError, match="room in the context"):
         llm.generate(list(PROMPT) * 20, PARAMS)
+
+
+def test_a_stream_can_be_closed_while_all_listeners_are_taken(
+    llm: LLM, expected: tuple[int, ...]
+) -> None:
+    """The first stream runs, the others wait for its slot and hold every thread that listens."""
+    streams = [llm.stream(PROMPT, LONG) for _ in range(ENGINE_THREADS)]
+    next(streams[0])
+    threads = [threading.Thread(target=next, args=(each, None)) for each in streams[1:]]
+    for thread in threads:
+        thread.start()
+    for stream in streams[:1]:
+        stream.close()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    for stream in streams[1:]:
+        stream.close()
+    assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected
 
 
 def test_a_model_that_changes_and_starts_that_fail(

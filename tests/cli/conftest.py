@@ -152,7 +152,10 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
         fake.arguments = {"model": model, **arguments}
         return a_real_plan()
 
-    def profile_model(model: Path, refresh: bool, progress: Callable[..., None]) -> dict[str, Any]:
+    def profile_model(
+        model: Path, refresh: bool, progress: Callable[..., None], **options: Any
+    ) -> dict[str, Any]:
+        fake.arguments = {"model": model, **options}
         progress("measuring disk", 0.1)
         return {"model": str(model), "refreshed": refresh, "disk": {"read_bytes_per_s": 1.7e9}}
 

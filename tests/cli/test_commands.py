@@ -190,8 +190,12 @@ def test_profile_measures_again(
     assert result.exit_code == 0, result.output
     assert "measuring disk ..." in result.stderr
     assert "1.70 GB/s" in result.stdout
-    measured = json.loads(shadowlane_command("profile", model_dir, "--json").stdout)
+    given = ("--json", "--cpu-threads", 3, "--dtype", "bfloat16", "--weights", "q4_1")
+    measured = json.loads(shadowlane_command("profile", model_dir, *given).stdout)
     assert measured["refreshed"] is True
+    assert {**engine.arguments, "cpu_threads": 3, "dtype": "bfloat16", "weights": "q4_1"} == (
+        engine.arguments
+    )
 
 
 def test_bench_leaves_out_the_first_repetition(

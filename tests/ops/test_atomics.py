@@ -42,6 +42,10 @@ class Words:
     def __getitem__(self, number: int) -> int:
         return self._start + COUNTER_NBYTES * number
 
+    def store(self, number: int, value: int) -> None:
+        """Write a word and wake nobody."""
+        self.memory.view(np.int32)[(self[number] - self.memory.ctypes.data) // 4] = value
+
     def _beds(self, number: int) -> np.ndarray:
         first = (self[number] + BEDS - self.memory.ctypes.data) // 4
         return self.memory.view(np.int32)[first : first + 2 * NUM_BEDS].reshape(NUM_BEDS, 2)
@@ -154,8 +158,8 @@ def test_the_clock_is_the_monotonic_one() -> None:
 
 @numba.njit(nogil=True)
 def write_long_pause(address: int, value: int) -> None:
-    """In the place of both writes of the timespec (0 s, 20 ms): 20 s."""
-    write_i64(address, 20 if value == 0 else 0)
+    """In the place of both writes of the timespec (0 s, 20 ms): longer than any test may take."""
+    write_i64(address, 3600 if value == 0 else 0)
 
 
 # A sleeper looks again after 20 ms by itself, which hides lost wake-ups. This one trusts them.
@@ -255,6 +259,7 @@ def test_only_who_waits_for_a_value_is_woken(words: Words) -> None:
         assert (words.wake_ups(0), words.sleepers(0)) == (0, 2)
         publish(words[0], 40)
         assert words.wake_ups(0) == 1
+        wait_until(lambda: words.sleepers(0) == 1)
         publish(words[0], 50)
 
     def sleep_until(value: int) -> Callable[[], int]:
@@ -262,6 +267,20 @@ def test_only_who_waits_for_a_value_is_woken(words: Words) -> None:
 
     assert run_threads(sleep_until(40), sleep_until(50), publish_up_to_it)[:2] == [WAIT_OK] * 2
     assert words.wake_ups(0) == 2
+
+
+def test_a_publisher_wakes_for_one_who_was_held_up(words: Words) -> None:
+    """One has stored its value and was taken off its core before it looked who sleeps."""
+
+    def publish_the_next() -> None:
+        wait_until(lambda: words.sleepers(0) == 1)
+        words.store(0, 7)  # the first half of the publisher of 7
+        publish(words[0], 8)
+
+    def sleep() -> int:
+        return int(patient_wait(words[0], 7, words[ABORT], 0, GIVE_UP_NS))
+
+    assert run_threads(sleep, publish_the_next) == [WAIT_OK, None]
 
 
 @pytest.mark.parametrize("leap", [3, NUM_BEDS, 10**6])
@@ -273,7 +292,8 @@ def test_a_leap_wakes_all_whom_it_passes(words: Words, leap: int) -> None:
     def sleep_until(value: int) -> Callable[[], int]:
         return lambda: int(patient_wait(words[0], value, words[ABORT], 0, GIVE_UP_NS))
 
-    run_threads(*(sleep_until(value) for value in (1, 2, leap)), jump)
+    statuses = run_threads(*(sleep_until(value) for value in (1, 2, leap)), jump)
+    assert statuses == [WAIT_OK] * 3 + [None]
     assert words.sleepers(0) == 0
 
 

@@ -12,19 +12,29 @@ EPILOG = options.epilog("shadowlane profile smollm2", "shadowlane profile ./llam
 
 
 def profile(
-    model: options.ModelArgument = DEFAULT_MODEL, json_output: options.JsonOutput = False
+    model: options.ModelArgument = DEFAULT_MODEL,
+    json_output: options.JsonOutput = False,
+    cpu_threads: options.CpuThreads = None,
+    cpu_workers: options.CpuWorkers = 1,
+    dtype: options.DtypeOption = None,
+    kv: options.Kv = None,
+    weights: options.Weights = None,
 ) -> None:
     """Measure operators, memory and disk, and keep the figures for later plans.
 
     Happens by itself before the first run of a model. Do it again after a
     change of hardware, or if something kept the machine busy the first time.
+    Figures are kept for each choice of types and threads.
     """
+    engine = options.EngineOptions(
+        cpu_threads=cpu_threads, cpu_workers=cpu_workers, dtype=dtype, weights=weights, kv=kv
+    )
     with Stages() as stages:
         path = resolve_model(model, stages)
         stages("measuring")
         from shadowlane.llm import profile_model
 
-        measured = profile_model(path, refresh=True, progress=stages)
+        measured = profile_model(path, refresh=True, progress=stages, **engine.arguments())
     if json_output:
         print(json.dumps(measured))
         return
