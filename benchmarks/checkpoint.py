@@ -50,7 +50,13 @@ def weight_files(path: Path) -> list[Path]:
 
 def decode_nbytes(folder: Path) -> int:
     """Bytes of weights that each decoded token reads: all, except a table of embeddings that is
-    only gathered from (an untied one)."""
+    only gathered from (an untied one). Of a model directory, or of a GGUF file."""
+    if folder.is_file():
+        import gguf
+
+        sizes = {each.name: int(each.n_bytes) for each in gguf.GGUFReader(folder).tensors}
+        gathered = sizes["token_embd.weight"] if "output.weight" in sizes else 0
+        return sum(sizes.values()) - gathered
     tensors = read_headers(folder)
     is_untied = any(tensor.name == "lm_head.weight" for tensor in tensors)
     return sum(

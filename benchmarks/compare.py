@@ -199,7 +199,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Options from these words (none: the command line); other benchmarks reuse them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
+    parser.add_argument("--model", type=Path, required=True,
+                        help="Hugging Face directory, or a GGUF file")  # fmt: skip
     parser.add_argument("--gguf", type=Path, help="the same weights for llama.cpp")
     parser.add_argument("--engines", default="shadowlane,transformers", help=", ".join(ENGINES))
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter of the peers")

@@ -10,14 +10,13 @@ the disk lane's bytes per second during decode over fio's.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from bandwidth import best_disk_bytes_per_s
-from checkpoint import decode_nbytes, weight_files
+from checkpoint import decode_nbytes, vocab_size, weight_files
 from compare import PEERS, last_json_line
 from machine import (
     disk_bytes_read,
@@ -115,13 +114,13 @@ def context_of(given: argparse.Namespace) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="bfloat16 directory")
+    parser.add_argument("--model", type=Path, required=True, help="bfloat16 directory or GGUF file")
     parser.add_argument("--shares", default="0,25,50,75", help="percent of weights resident")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--block", default="2MiB", help="fio's request size: the engine's")
+    parser.add_argument("--block", default="4MiB", help="fio's request size: the engine's")
     parser.add_argument("--depth", type=int, default=4, help="fio's depth: the engine's")
     parser.add_argument("--fio-seconds", type=float, default=6.0)
     parser.add_argument("--cold", action="store_true", help="drop the page cache first (root)")
@@ -132,7 +131,7 @@ def main() -> None:
         parser.error("fio must be installed; it is not on the path")
     try:
         shares = [float(text) / 100 for text in given.shares.split(",")]
-        vocab = json.loads((given.model / "config.json").read_text())["vocab_size"]
+        vocab = vocab_size(given.model)
         budgets = budgets_for(given.model, shares, given.threads, context_of(given))
         readings: dict[float, list[Reading]] = {share: [] for share in shares}
         for number in range(given.rounds):
