@@ -187,6 +187,7 @@ def cut_model(
     config = read_decoder(files)
     unexpected = check_tensors(config, files.tensors)
     if layers is not None:
+        layers = min(layers, config.num_layers)
         config = replace(config, num_layers=layers, windows=config.windows[:layers])
     if options.context is not None and not 1 <= options.context <= config.max_context:
         raise ValueError(

@@ -67,8 +67,7 @@ class Cluster:
         if not self.is_ours:
             return
         self.is_ours = False
-        if ray.is_initialized():
-            ray.shutdown()
+        ray.shutdown()  # also what a start that failed half way has left running
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
         if self.lock is not None:

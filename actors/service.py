@@ -36,6 +36,7 @@ from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report
 from shadowlane.planner.profile import Profile
 
+BESIDE_S = 1.5  # of measuring the disk beside compute lanes, which take a moment to begin
 MESSAGE_PERIOD_S = 0.05  # people read no faster than twenty pieces a second
 Message = dict[str, str]
 Prompt = str | Tokens[int] | Tokens[Message]
@@ -140,19 +141,30 @@ class Service:
             if block.group != "embed"
         ]
         alone = lane.call("measure", *arguments).result()
+
+        def read_together() -> float | None:
+            """Bytes per second from DRAM while all compute lanes read."""
+            calls = [each.call("measure", *arguments, brief=True) for each in engine.crew.cpus]
+            rates = [each.result()["dram_bytes_per_s"] for each in calls]
+            return None if None in rates else sum(rates)
+
+        together = alone["dram_bytes_per_s"]
+        if len(engine.crew.cpus) > 1:
+            together = read_together()
         figure = engine.crew.disk_lane.call(
             "measure", sources, settings.depth, settings.direct
         ).result()
-        beside = engine.crew.disk_lane.call("measure", sources, settings.depth, settings.direct)
-        contended = lane.call("measure", *arguments, brief=True).result()
+        reading = (sources, settings.depth, settings.direct, BESIDE_S)
+        beside = engine.crew.disk_lane.call("measure", *reading)
+        contended = read_together()
         figure = replace(figure, contended_bytes_per_s=beside.result().bytes_per_s)
         profile = Profile(
             hardware=path.name.split("-")[0],
             model=engine.blueprint.fingerprint,
             groups=tuple(alone["groups"]),
             disk=(figure,),
-            dram_bytes_per_s=alone["dram_bytes_per_s"],
-            dram_contended_bytes_per_s=contended["dram_bytes_per_s"],
+            dram_bytes_per_s=together,
+            dram_contended_bytes_per_s=contended,
             instruction_s=alone["instruction_s"],
             step_s=alone["step_s"],
         )
@@ -372,7 +384,9 @@ class Service:
             "emulated": False,
             "predicted_step_s": predicted or None,
             "measured_step_s": statistics.median(steps) if steps else None,
-            "notes": list(dict.fromkeys([*engine.notes, *engine.shadow.notes])),
+            "notes": list(
+                dict.fromkeys([*engine.notes, *engine.shadow.notes, *_cut_short(sequence)])
+            ),
             "decisions": list(engine.shadow.decisions),
         }
 
@@ -412,6 +426,14 @@ def _is_later_turn(prompt: Prompt) -> bool:
     )
 
 
+def _cut_short(sequence: Sequence) -> tuple[str, ...]:
+    limit = sequence.params.max_tokens
+    if sequence.finish_reason != "length" or len(sequence.generated) == limit:
+        return ()
+    held = len(sequence.prompt) + len(sequence.generated)
+    return (f"the answer ends because the context of {held} tokens is full; ask for a larger one",)
+
+
 def bottleneck(lanes: dict[str, dict[str, Any]]) -> str:
     """The busiest lane: what has to become faster, or do less, for the whole to be faster."""
     return max(lanes, key=lambda name: lanes[name]["busy_s"])
@@ -439,7 +461,10 @@ def write_json(path: Path, value: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """All of the file or none of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:  # of the file that was asked for, not of the one in its place
+        raise type(error)(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(handle, "w") as file:
             file.write(text)

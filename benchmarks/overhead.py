@@ -120,7 +120,7 @@ def measure_steps(given: argparse.Namespace) -> list[dict]:
         done, _, _ = run_limited(
             [sys.executable, str(PEERS / "shadowlane_run.py"), f"--model={given.model}",
              "--prompt-tokens=1", f"--new-tokens={given.new_tokens}",
-             f"--threads={given.threads}"],
+             f"--threads={given.threads}", f"--warmup={given.new_tokens}"],
             None,
             given.timeout,
         )  # fmt: skip

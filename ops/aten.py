@@ -70,6 +70,7 @@ def load() -> np.ndarray:
             table[place] = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
         for layout, name in _DTYPE_OF.items():
             table[DTYPES + LAYOUTS[layout].id] = getattr(library, f"aoti_torch_dtype_{name}")()
+        _ = library._ZN2at15set_num_threadsEi
     except AttributeError as error:
         raise ModelError(f"torch must have the C interface of 2.13 or later; {error}") from None
     return table

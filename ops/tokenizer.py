@@ -94,7 +94,9 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair
-            raise ValueError(f"text must be valid Unicode; got {error}") from error
+            raise ValueError(
+                f"text must be valid Unicode; got {text[error.start]!r} at character {error.start}"
+            ) from None
         ids = self._backend.encode(text, add_special_tokens=add_special).ids
         if not add_special:
             return ids

@@ -103,4 +103,4 @@ def _infeasible(
         if pinned:
             parts["pinned weights"] = pinned
         parts[f"{ring // max(1, catalog.slot_nbytes)} slots"] = ring
-    return InfeasiblePlan("this does not fit", parts, request.ram)
+    return InfeasiblePlan("the model does not fit", parts, request.ram)

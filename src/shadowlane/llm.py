@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -180,25 +181,26 @@ class LLM:
     ) -> list[Completion]:
         """Continue one prompt or several, texts or lists of token ids; answers in their order."""
         many = _as_prompts(prompts)
-        answers = self._call("generate", many, params or SamplingParams())
+        answers = self._call("generate", many, _checked(params))
         return [_completion(answer) for answer in answers]
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """Answer a conversation; what an earlier call has in the KV cache is not computed again."""
-        made = [[dict(message) for message in messages]]
-        return _completion(self._call("generate", made, params or SamplingParams())[0])
+        made = [_as_messages(messages)]
+        return _completion(self._call("generate", made, _checked(params))[0])
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> Iterator[Chunk]:
         """The continuation, a token at a time. Closing the iterator cancels the request."""
-        return self._stream(prompt if isinstance(prompt, str) else list(prompt), params)
+        (only,) = _as_prompts(prompt if isinstance(prompt, str) else [prompt])
+        return self._stream(only, params)
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
     ) -> Iterator[Chunk]:
         """Like `chat`, a token at a time."""
-        return self._stream([dict(message) for message in messages], params)
+        return self._stream(_as_messages(messages), params)
 
     def _stream(self, prompt: Any, params: SamplingParams | None) -> Iterator[Chunk]:
         import ray
@@ -207,7 +209,7 @@ class LLM:
             raise ValueError("the model has been closed")
         request = f"{os.getpid()}-{time.monotonic_ns()}"
         remote = self._engine.stream_chunks.options(num_returns="streaming")
-        references = remote.remote(request, prompt, params or SamplingParams())
+        references = remote.remote(request, prompt, _checked(params))
         is_over = False
         try:
             for reference in references:
@@ -222,7 +224,7 @@ class LLM:
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """What the model says after each token: float32 [tokens, vocab]."""
-        return self._call("logits", [int(token) for token in token_ids])  # type: ignore[no-any-return]
+        return self._call("logits", _as_ids(token_ids))  # type: ignore[no-any-return]
 
     def log_probabilities(self, token_ids: Sequence[int], first: int = 0) -> np.ndarray:
         """How likely each token was, given those before it: float32 [tokens - 1 - first].
@@ -230,14 +232,15 @@ class LLM:
         Natural logarithms, of token first + 1 and those after it. Much smaller than `logits`, from
         which they come.
         """
-        ids = [int(token) for token in token_ids]
-        return self._call("log_probabilities", ids, first)  # type: ignore[no-any-return]
+        return self._call("log_probabilities", _as_ids(token_ids), first)  # type: ignore[no-any-return]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with what the model expects before it.
 
         ValueError if the model has no tokenizer.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"text must be a str; got {text!r}")
         return self._call("encode", text)  # type: ignore[no-any-return]
 
     # -- what it does
@@ -291,6 +294,16 @@ def make_spec(
     from shadowlane.actors.spec import PREFILL_CHUNK, SPIN_US, EngineSettings, Options, ServiceSpec
     from shadowlane.ops.table import MAX_DECODE_ROWS
 
+    for name, value in (
+        ("cpu_threads", cpu_threads),
+        ("cpu_workers", cpu_workers),
+        ("ctx_size", ctx_size),
+        ("max_batch", max_batch),
+        ("prefill_chunk", prefill_chunk),
+        ("logit_rows", logit_rows),
+    ):
+        if value is not None and not isinstance(value, int):
+            raise ValueError(f"{name} must be a whole number; got {value!r}")
     cores, notes = assign_cores(cpu_threads, cpu_workers)
     budget = free_ram().budget_nbytes if ram is None else parse_size(ram, "ram")
     options = Options(
@@ -385,12 +398,48 @@ def _silent(stage: str, fraction: float | None = None) -> None:
 
 
 def _as_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several, as texts and lists of ids. Raises ValueError for anything else."""
     if isinstance(prompts, str):
         return [prompts]
-    many = list(prompts)
-    if many and not isinstance(many[0], str | Sequence):
-        return [[int(token) for token in many]]
-    return [each if isinstance(each, str) else list(each) for each in many]
+    try:
+        many = list(prompts)
+    except TypeError:
+        raise ValueError(f"a prompt must be a text or a list of ids; got {prompts!r}") from None
+    if many and _is_id(many[0]):
+        return [_as_ids(many)]
+    return [each if isinstance(each, str) else _as_ids(each) for each in many]
+
+
+def _is_id(value: Any) -> bool:
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _as_ids(token_ids: Any) -> list[int]:
+    try:
+        return [index(token) for token in token_ids]
+    except TypeError:
+        raise ValueError(f"token ids must be whole numbers; got {token_ids!r}") from None
+
+
+def _as_messages(messages: Any) -> list[Message]:
+    made = []
+    for message in [messages] if isinstance(messages, str | Mapping) else messages:
+        if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
+            raise ValueError(
+                f"messages must be dicts with role and content, in a list; got {message!r}"
+            )
+        made.append(dict(message))
+    return made
+
+
+def _checked(params: SamplingParams | None) -> SamplingParams:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams; got {params!r}")
+    return params or SamplingParams()
 
 
 def _completion(answer: dict[str, Any]) -> Completion:

@@ -52,6 +52,8 @@ def rate(value: float | None) -> str:
 def seconds(value: float | None) -> str:
     if value is None:
         return "-"
+    if value < 1e-4:
+        return f"{value * 1e6:.1f} us"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 
@@ -262,6 +264,28 @@ def tree(values: Json) -> RenderableType:
     table = _table(("figure", "left"), ("value", "right"))
     for name, value in _leaves("", values):
         table.add_row(Text(name), Text(_figure(name, value)))
+    return table
+
+
+def group_figures(figures: Sequence[Json]) -> RenderableType:
+    """What was measured of each kind of group: one row per shape, one column per kind of step."""
+    columns = sorted({(each["phase"], each["rows"]) for each in figures})
+    table = _table(
+        ("group", "left"),
+        ("weights", "left"),
+        ("units", "right"),
+        ("columns", "right"),
+        ("context", "right"),
+        *((f"{phase} of {rows}", "right") for phase, rows in columns),
+    )
+    found: dict[tuple[Any, ...], dict[tuple[str, int], float]] = {}
+    for each in figures:
+        shape = (each["units"], each["cols"] or "", each["context"] or "")
+        row = (each["kind"], each["layout"], *shape)
+        found.setdefault(row, {})[each["phase"], each["rows"]] = each["seconds"]
+    for names, times in found.items():
+        shown = (seconds(times[each]) if each in times else "" for each in columns)
+        table.add_row(*(Text(str(name)) for name in names), *(Text(each) for each in shown))
     return table
 
 

@@ -48,7 +48,7 @@ def parse_size(size: str | int, name: str = "size") -> int:
     if isinstance(size, int):
         nbytes = size
     else:
-        match = _SIZE.fullmatch(size)
+        match = _SIZE.fullmatch(size) if isinstance(size, str) else None
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"{name} must be a size such as 6GiB, 512MiB or 1.5GB; got {size!r}")
         nbytes = int(Decimal(match[1]) * _UNITS[match[2].lower()])

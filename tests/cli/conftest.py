@@ -72,6 +72,10 @@ class FakeEngine:
         progress("loading weights", 1.0)
         return self
 
+    @property
+    def plan(self) -> dict[str, Any]:
+        return {"notes": list(self.notes)}
+
     def __enter__(self) -> FakeEngine:
         self.num_open += 1
         return self

@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import Result
 
 from shadowlane.cli import errors
+from shadowlane.llm import _as_ids, _as_messages, _as_prompts, _checked, make_spec
 from shadowlane.ops.errors import ModelError
 
 from .conftest import FakeEngine
@@ -164,6 +166,40 @@ def test_bench_needs_something_to_measure(
     assert "one of -pp and -tg must be above 0" in fails("bench", model_dir, "-pp", 0, "-tg", 0)
     assert "'--output'" in fails("bench", model_dir, "--output", "xml")
     assert "'--repetitions'" in fails("bench", model_dir, "-r", 0)
+    said = fails("bench", model_dir, "-pp", 512, "-tg", 4, "--ctx-size", 512)
+    assert "--ctx-size must be at least 513 for -pp 512 and -tg 4; got 512" in said
+
+
+@pytest.mark.parametrize("arguments", [["-p", "a\udcffb"], ["--stop", "\udcff", "-p", "x"]])
+def test_arguments_that_are_no_text(
+    fails: Fails, engine: FakeEngine, model_dir: Path, arguments: list[str]
+) -> None:
+    assert "arguments must be UTF-8; got b'" in fails("run", model_dir, *arguments)
+    assert engine.arguments == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: _as_prompts(5), "a prompt must be a text or a list of ids; got 5"),
+        (lambda: _as_prompts([[1.5]]), r"token ids must be whole numbers; got \[1.5\]"),
+        (lambda: _as_ids("x"), "token ids must be whole numbers; got 'x'"),
+        (lambda: _as_messages("hi"), "messages must be dicts with role and content"),
+        (lambda: _as_messages([{"role": "user"}]), "messages must be dicts with role and content"),
+        (lambda: _checked({"max_tokens": 3}), "params must be SamplingParams; got {'max_tokens"),
+        (lambda: make_spec(Path("x"), ram=1.5), "ram must be a size such as .*; got 1.5"),
+        (lambda: make_spec(Path("x"), cpu_threads="2"), "cpu_threads must be a whole number; got"),
+    ],
+)
+def test_what_the_python_interface_refuses(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_prompts_may_be_arrays() -> None:
+    ids = np.array([3, 4], np.int32)
+    assert _as_prompts(ids) == [[3, 4]]
+    assert _as_prompts([ids, "text"]) == [[3, 4], "text"]
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,15 @@ def test_every_option_reaches_the_engine(
     assert params.stop == ("a b", "c")
 
 
+def test_options_that_change_nothing_are_named(
+    shadowlane_command: Command, engine: FakeEngine, model_dir: Path
+) -> None:
+    greedy = shadowlane_command("run", model_dir, "-p", "x", "--top-p", 0.5, "--seed", 3)
+    assert "note: --top-p, --seed have no effect at temperature 0" in greedy.stderr
+    drawn = shadowlane_command("run", model_dir, "-p", "x", "--top-p", 0.5, "--temp", 0.5)
+    assert "no effect" not in drawn.stderr
+
+
 def test_options_come_from_the_environment_and_flags_win(
     shadowlane_command: Command,
     engine: FakeEngine,
@@ -216,7 +225,9 @@ def test_bench_leaves_out_the_first_repetition(
     assert prompts[0] != prompts[1]
     assert {params.ignore_eos for _, _, params in engine.requests} == {True}
     assert [params.max_tokens for _, _, params in engine.requests] == [1, 1, 1, 4, 4, 4]
+    assert engine.arguments["ctx_size"] == 8  # what the longer of the two needs
     table = shadowlane_command("bench", model_dir, "-pp", 0, "-tg", 3, "-r", 2).stdout
+    assert engine.arguments["ctx_size"] == 5
     assert table.splitlines()[0] == "| model | ram | disk | bottleneck | test | tok/s |"
     assert table.splitlines()[2].endswith("| 48.0 MiB | 45.0 MiB | disk:0 | tg3 | 28.50 ± 0.71 |")
 

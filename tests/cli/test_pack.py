@@ -80,6 +80,9 @@ def test_pack_writes_a_file_that_opens(
 
 def test_pack_refuses_in_one_line(fails: Callable[..., str], tiny: Path, tmp_path: Path) -> None:
     assert "a file to write is needed: -o" in fails("pack", tiny)
+    (tmp_path / "there.gguf").write_text("kept")
+    assert "FILE must not exist yet" in fails("pack", tiny, "-o", tmp_path / "there.gguf")
+    assert (tmp_path / "there.gguf").read_text() == "kept"
     assert "FILE must end in .gguf" in fails("pack", tiny, "-o", tmp_path / "out.bin")
     assert "must not lie in the model's own" in fails("pack", tiny, "-o", tiny / "out.gguf")
     nowhere = tmp_path / "nowhere" / "out.gguf"

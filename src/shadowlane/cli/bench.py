@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from shadowlane.cli import options
@@ -66,13 +67,22 @@ def bench(
     """Measure tokens per second, mean ± standard deviation, after one uncounted repetition.
 
     "pp" is the reading of a prompt of random tokens, "tg" the writing of
-    tokens after a prompt of one token, each measured for itself.
+    tokens after a prompt of one token, each measured for itself. The context
+    is as long as the longer of the two needs, unless --ctx-size says more.
     """
     engine = options.EngineOptions(
         ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv
     )
     if prompt_tokens == 0 and decode_tokens == 0:
         raise ValueError("one of -pp and -tg must be above 0; got 0 and 0")
+    # The token after a prompt needs a place too; "tg" starts from a prompt of one token.
+    needed = max(prompt_tokens + 1, decode_tokens + 2)
+    if ctx_size is not None and ctx_size < needed:
+        raise ValueError(
+            f"--ctx-size must be at least {needed} for -pp {prompt_tokens} and "
+            f"-tg {decode_tokens}; got {ctx_size}"
+        )
+    engine = replace(engine, ctx_size=ctx_size or needed)
     from shadowlane import report
 
     rows: list[BenchRow] = []

@@ -70,6 +70,8 @@ def chat(
             stages.stop()
             if not llm.has_chat_template:
                 raise ValueError(f"chat needs a model with a chat template; {model} has none")
+            for note in llm.plan["notes"]:
+                print(f"note: {note}", file=sys.stderr)
             _talk(llm, params)
 
 
@@ -111,6 +113,8 @@ def _talk(llm: LLM, params: SamplingParams) -> None:
                 if not is_terminal or exit_code(error) == 1:
                     raise
                 report_error(error)
+                if len(messages) > 1 and isinstance(error, ValueError):
+                    print("(/clear forgets the conversation)", file=sys.stderr)
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": answer})
@@ -128,6 +132,9 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
                 written.append(chunk.text)
                 sys.stdout.write(chunk.text)
                 sys.stdout.flush()
+                if chunk.finish_reason == "length":
+                    limits = "--max-tokens or --ctx-size allows no more"
+                    print(f" ({limits})", end="", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print(" (stopped)", end="", file=sys.stderr, flush=True)
     print(flush=True)

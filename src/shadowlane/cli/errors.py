@@ -41,6 +41,7 @@ class OneLineErrors(TyperGroup):
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, **extra)
         try:
+            check_text(sys.argv[1:] if args is None else args)
             with _termination_unwinds():
                 code = super().main(args, prog_name, complete_var, False, **extra)
                 sys.stdout.flush()  # here, or Python reports a closed pipe when it exits
@@ -50,6 +51,15 @@ class OneLineErrors(TyperGroup):
         except Exception as error:
             code = report_error(error)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def check_text(args: Sequence[str]) -> None:
+    """Raises ValueError for bytes that are no UTF-8: no part of what follows could pass them on."""
+    for each in args:
+        try:
+            each.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"arguments must be UTF-8; got {os.fsencode(each)!r}") from None
 
 
 def report_error(error: BaseException) -> int:

@@ -302,4 +302,16 @@ def sampling_params(max_tokens: int, stop: list[str] | None, **given: Any) -> Sa
     stop = stop or os.environ.get("SHADOWLANE_STOP", "").splitlines()
     if stop:
         chosen["stop"] = stop
-    return SamplingParams(max_tokens=max_tokens, **chosen)
+    params = SamplingParams(max_tokens=max_tokens, **chosen)
+    idle = [
+        "--" + name.replace("_", "-")
+        for name in ("top_k", "top_p", "min_p", "seed")
+        if name in chosen
+    ]
+    if params.is_greedy and idle:
+        say = "has" if len(idle) == 1 else "have"
+        typer.echo(
+            f"note: {', '.join(idle)} {say} no effect at temperature 0; add --temp 0.8, say",
+            err=True,
+        )
+    return params

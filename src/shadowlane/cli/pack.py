@@ -61,6 +61,8 @@ def pack(
         raise ValueError("a file to write is needed: -o FILE.gguf")
     if out.suffix.lower() != ".gguf":
         raise ValueError(f"FILE must end in .gguf; got {out}")
+    if out.exists():
+        raise ValueError(f"FILE must not exist yet; got {out}")
     sample = None if text is None else read_text(text)
     with Stages() as stages:
         from shadowlane.packing import write_packed

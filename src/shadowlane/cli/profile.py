@@ -42,4 +42,9 @@ def profile(
 
     from shadowlane import report
 
-    Console(highlight=False).print(report.tree(measured))
+    console = Console(highlight=False, soft_wrap=True)
+    figures = measured.pop("groups", ())
+    console.print(report.tree(measured))
+    if figures:
+        console.print()
+        console.print(report.group_figures(figures))
