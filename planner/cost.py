@@ -40,13 +40,20 @@ class CostTable:
     """One workload priced: shares cost in proportion to their units, plus the fixed costs."""
 
     full_s: Mapping[str, tuple[float, ...]]  # lane -> seconds of each whole group, by its index
-    read_s_per_byte: float
+    read_s_per_byte: float  # while the compute lanes are at work
+    idle_read_s_per_byte: float  # while they wait
     gather_s: float  # all embedding rows of the step, if none of them is in RAM
     instruction_s: float
     step_s: float
 
     def share_s(self, lane: str, group_index: int, units: int, of_units: int) -> float:
         return self.full_s[lane][group_index] * units / of_units + self.instruction_s
+
+    def mean_read_s_per_byte(self, nbytes: float, computing_s: float) -> float:
+        """Of reading `nbytes` while the compute lanes work for `computing_s`, and wait after it."""
+        beside = min(nbytes, computing_s / self.read_s_per_byte)
+        total_s = beside * self.read_s_per_byte + (nbytes - beside) * self.idle_read_s_per_byte
+        return total_s / nbytes if nbytes else self.read_s_per_byte
 
 
 class CostModel:
@@ -120,10 +127,15 @@ class CostModel:
                     ) * self.drift.get(lane.name, 1.0)
                 seconds.append(by_shape[shape])
             full_s[lane.name] = tuple(seconds)
-        read_s = 1.0 / self.disk_bytes_per_s(block_nbytes or catalog.slot_nbytes, contended=True)
+        read_nbytes = block_nbytes or catalog.slot_nbytes
+        read_s, idle_read_s = (
+            1.0 / self.disk_bytes_per_s(read_nbytes, contended=contended)
+            for contended in (True, False)
+        )
         return CostTable(
             full_s=full_s,
             read_s_per_byte=read_s * self.disk_drift,
+            idle_read_s_per_byte=idle_read_s * self.disk_drift,
             gather_s=_or(self._known.gather_s, ASSUMED_GATHER_S) * workload.rows,
             instruction_s=_or(self._known.instruction_s, ASSUMED_INSTRUCTION_S),
             step_s=_or(self._known.step_s, ASSUMED_STEP_S),

@@ -91,7 +91,12 @@ def simulate_parts(
         + (gather_s if catalog.groups[piece.group_index].kind == "embed" else 0.0)
         for piece in pieces
     ]
-    read_s = [catalog.blocks[index].held_nbytes * table.read_s_per_byte for index in sweep]
+    computing_s = dict.fromkeys(active_names, 0.0)
+    for piece, piece_s in zip(pieces, seconds, strict=True):
+        computing_s[piece.lane] += piece_s
+    held = [catalog.blocks[index].held_nbytes for index in sweep]
+    read_s_per_byte = table.mean_read_s_per_byte(sum(held), max(computing_s.values()))
+    read_s = [nbytes * read_s_per_byte for nbytes in held]
     num_reads = len(sweep)
     steps = steps if record else (max(MIN_STEPS, steps) if sweep else 1)
 

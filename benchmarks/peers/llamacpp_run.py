@@ -70,7 +70,13 @@ def main() -> None:
     began = time.monotonic()
     model_params = lib.llama_model_default_params()
     load_modes = {True: lib.LLAMA_LOAD_MODE_MMAP, False: lib.LLAMA_LOAD_MODE_NONE}
-    configure(model_params, load_mode=load_modes[given.mmap], n_gpu_layers=0)
+    # Weights repacked for the processor are copies in memory of their own: fast, but not mapped.
+    configure(
+        model_params,
+        load_mode=load_modes[given.mmap],
+        n_gpu_layers=0,
+        use_extra_bufts=not given.mmap,
+    )
     model = lib.llama_model_load_from_file(given.model.encode(), model_params)
     if not model:
         raise SystemExit(f"error: llama.cpp could not load {given.model}")

@@ -89,6 +89,15 @@ def test_drift_of_the_disk_scales_reads() -> None:
     assert slow.read_s_per_byte == pytest.approx(3 * plain.read_s_per_byte)
 
 
+def test_reads_are_slow_only_while_lanes_compute() -> None:
+    table = CostModel(PROFILE).table(CATALOG, [ONE], streaming=True, block_nbytes=2 << 20)
+    assert (table.read_s_per_byte, table.idle_read_s_per_byte) == (1 / 1.5e9, 1 / 2e9)
+    assert table.mean_read_s_per_byte(6e9, 0.0) == pytest.approx(1 / 2e9)
+    assert table.mean_read_s_per_byte(6e9, 100.0) == pytest.approx(1 / 1.5e9)
+    # two seconds beside computing bring 3 GB, the other 3 GB come in one and a half
+    assert table.mean_read_s_per_byte(6e9, 2.0) == pytest.approx(3.5 / 6e9)
+
+
 def test_a_profile_survives_json() -> None:
     assert Profile.from_json(PROFILE.to_json()) == PROFILE
     assert Profile.from_json(Profile("h", "m").to_json()).unmeasured == (
