@@ -326,7 +326,8 @@ class PlannerState:
             return [*commands, ev.Note(f"the core of {name} is shared, and it is the only lane")]
         why = f"the core of {name} is shared {lane.delayed:.0%} of the time"
         self.trial = Trial(why, self.settings.gain_threshold, now, lane=name)
-        for label, weights in choices_for_shared_core(now.weights, name, self.settings):
+        choices = choices_for_shared_core(now.weights, name, self.settings, self._delays())
+        for label, weights in choices:
             self.trial.queue.append(self._weighted(label, now, weights))
         return [*commands, ev.Note(f"{why}: sleeping at barriers, then comparing other splits")]
 
@@ -383,7 +384,11 @@ class PlannerState:
             now = record.option
             label, weights = f"{name} back", {**now.weights, name: 1.0}
             if now.weights.get(name, 1.0) >= 1.0:
-                label, weights = choices_for_shared_core(now.weights, name, self.settings)[0]
+                choices = choices_for_shared_core(now.weights, name, self.settings, self._delays())
+                if not choices:
+                    lane.probe_in = lane.probe_interval
+                    continue
+                label, weights = choices[0]
             rival = self._weighted(label, now, weights)
             before = mean(record.paces, self.settings.min_steps_between)
             why = f"asking again: {label}"
@@ -429,6 +434,9 @@ class PlannerState:
 
     def _drifted_cost(self) -> CostModel:
         return self.cost.with_drift({name: lane.folded for name, lane in self.lanes.items()})
+
+    def _delays(self) -> dict[str, float]:
+        return {name: lane.delayed for name, lane in self.lanes.items()}
 
     def _alive_lanes(self) -> tuple[LaneSpec, ...]:
         return tuple(lane for lane in self.request.lanes if self.lanes[lane.name].is_alive)

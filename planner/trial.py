@@ -23,11 +23,12 @@ class Settings:
     tolerance: float = 0.02  # how much slower a new plan may measure before it is undone: noise
     trial_steps: int = 3  # measured steps per option
     settle_steps: int = 1  # steps after a switch that are not measured
-    # NOTE: engine, driver and Ray take up to a tenth of two cores themselves; that is no neighbour.
-    # Taken for one, it cost a third of the speed: a team that sleeps at barriers wakes late.
-    delay_high: float = 0.2  # fraction of time in the run queue from which a core counts as shared
+    # NOTE: engine, driver and Ray take a tenth of two cores themselves, a quarter while a process
+    # comes up; that is no neighbour, who would want half. Taken for one, it cost a third of the
+    # speed: a team that sleeps at barriers wakes late.
+    delay_high: float = 0.3  # fraction of time in the run queue from which a core counts as shared
     delay_step: float = 0.2  # how much worse it must get for splits to be compared anew
-    delay_low: float = 0.1  # ... and below which, twice in a row, it counts as ours again
+    delay_low: float = 0.15  # ... and below which, twice in a row, it counts as ours again
     spin_us: int = 50  # what a wait spins on a core of our own
     shifted_weight: float = 0.5  # a disturbed lane's part of its usual rows, as a third option
     clear_win: float = 0.15  # dropping a lane wins by so much that the third option is not tried
@@ -77,12 +78,19 @@ def mean(values: deque[float], last: int) -> float:
 
 
 def choices_for_shared_core(
-    weights: Mapping[str, float], lane: str, settings: Settings
+    weights: Mapping[str, float], lane: str, settings: Settings, delays: Mapping[str, float]
 ) -> list[tuple[str, dict[str, float]]]:
-    """(label, weights) of what may help while the core of `lane` is shared, best bet first."""
+    """(label, weights) of what may help while the core of `lane` is shared, best bet first.
+
+    delays: how much each lane's core is shared, as far as it is known (of a lane without rows, how
+    much it was). All rows are not moved to cores that are shared clearly more.
+    """
     dropped = {**weights, lane: 0.0}
     if not any(dropped.values()):  # the others had been dropped before, for the same reason
         dropped = {other: float(other != lane) for other in weights}
+    limit = delays.get(lane, 0.0) + settings.delay_step / 2
+    if all(delays.get(other, 0.0) > limit for other, part in dropped.items() if part):
+        dropped = {}
     found = [
         (f"{lane} dropped", dropped),
         (f"{lane} at a part", {**weights, lane: settings.shifted_weight}),

@@ -312,16 +312,29 @@ def test_the_disturbance_moves_to_the_other_core(make_engine) -> None:
     assert engine.running.active_lanes == ("cpu:1",)
 
 
+def test_rows_do_not_move_to_a_core_that_is_shared_more(make_engine) -> None:
+    """The neighbour has the core of cpu:1; our own processes want some of that of cpu:0."""
+    engine = make_engine(machine=shared_core(0.030, 0.018, 0.025, 0.050))
+    engine.run(5)
+    engine.tell(ev.RunQueueDelayed("cpu:1", 0.5))
+    engine.run(24)
+    assert engine.running.active_lanes == ("cpu:0",)
+    engine.tell(ev.RunQueueDelayed("cpu:0", 0.3))
+    said = engine.run(24)
+    assert all("cpu:0 dropped" not in command.reason for command in published(said))
+    assert engine.running.active_lanes == ("cpu:0",)
+
+
 @pytest.mark.parametrize(
     ("fractions", "spins", "trials"),
     [
-        ([0.19, 0.15, 0.19], [], 0),
-        ([0.2], [0], 1),
-        ([0.2, 0.25, 0.35], [0], 1),
-        ([0.2, 0.45], [0], 2),
-        ([0.2, 0.0, 0.15, 0.0], [0], 1),
-        ([0.2, 0.0, 0.0], [0, 50], 1),
-        ([0.2, 0.0, 0.0, 0.0, 0.25], [0, 50, 0], 2),
+        ([0.29, 0.25, 0.29], [], 0),
+        ([0.3], [0], 1),
+        ([0.3, 0.35, 0.45], [0], 1),
+        ([0.3, 0.55], [0], 2),
+        ([0.3, 0.0, 0.2, 0.0], [0], 1),
+        ([0.3, 0.0, 0.0], [0, 50], 1),
+        ([0.3, 0.0, 0.0, 0.0, 0.35], [0, 50, 0], 2),
     ],
 )
 def test_what_counts_as_a_shared_core(
@@ -421,7 +434,7 @@ def test_budgets_shrink_and_grow_back_while_running(make_engine) -> None:
     assert engine.running.num_slots == ring, "the ring that is there stays"
     said = engine.tell(ev.BudgetChanged(2 * MIB))
     assert published(said) == []
-    assert "the budget cannot change: this does not fit" in notes(said)
+    assert "the budget cannot change: the model does not fit" in notes(said)
     assert engine.state.request.ram == 44 * MIB
     engine.tell(ev.BudgetChanged(200 * MIB))
     engine.run(2)
