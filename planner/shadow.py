@@ -302,8 +302,10 @@ class PlannerState:
         weight = 1.0
         if self.placements.records:
             weight = self.placements.newest.weights.get(event.lane, 1.0)
-        if weight == 0.0:
-            return []  # without rows it never wants to run: its calm says nothing, probes will
+        if weight == 0.0 or self.trial is not None:
+            # Without rows it never wants to run, and while splits are tried it has fewer: its calm
+            # says nothing, probes will.
+            return []
         lane.calm_windows += 1
         if lane.calm_windows < 2:
             return []
