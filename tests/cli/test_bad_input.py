@@ -247,15 +247,16 @@ def test_a_reader_that_goes_away_is_no_message() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_termination_unwinds_the_stack() -> None:
-    code = """
+@pytest.mark.parametrize("rest", ["", "    except SystemExit: sys.exit(1)  # as Ray does\n"])
+def test_termination_unwinds_the_stack(rest: str) -> None:
+    code = f"""
 import os, signal, sys
 from shadowlane.cli.errors import _termination_unwinds
 with _termination_unwinds():
     try:
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
-    finally:
+{rest}    finally:
         print("closed", flush=True)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -126,13 +126,21 @@ def _termination_unwinds() -> Iterator[None]:
         yield
         return
 
+    received: list[int] = []
+
     def leave(number: int, frame: FrameType | None) -> NoReturn:
+        received.append(number)
         raise SystemExit(128 + number)
 
     numbers = (signal.SIGTERM, signal.SIGHUP)
     previous = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
+    except SystemExit:
+        # NOTE: where Ray was waiting, it makes an exit of its own out of ours, with code 1.
+        if received:
+            raise SystemExit(128 + received[-1]) from None
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
