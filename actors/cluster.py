@@ -153,8 +153,10 @@ def join_cluster(address: str | None, *, dashboard: bool = False) -> Cluster:
                 **options,
                 **quiet,
             )
-    except Exception as error:  # whatever it was, the user wants its first line
+    except BaseException as error:  # a signal, too, leaves nothing running
         cluster.leave()
+        if not isinstance(error, Exception):
+            raise
         raise ClusterError(f"Ray did not start: {first_line(error)}") from error
     return cluster
 
@@ -262,21 +264,53 @@ def _quiet_connection() -> Iterator[None]:
     from taking SIGTERM away from a program that handles it.
 
     Ray listens for deaths in a thread of the driver and has no setting for it. Who dies is told by
-    the request that it fails. Its handler of SIGTERM prints a stack and exits with 15.
+    the request that it fails.
     """
     from ray._private import worker
 
     listen = getattr(worker, "listen_error_messages", None)
-    handler = signal.getsignal(signal.SIGTERM)
     if listen is not None:  # private to Ray: a page of its words is no reason to fail
         worker.listen_error_messages = lambda *_: None
     try:
-        yield
+        with _signals_wait():
+            yield
     finally:
         if listen is not None:
             worker.listen_error_messages = listen
-        if callable(handler) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """SIGTERM and SIGHUP reach a program that handles them after this, and not in between.
+
+    A Ray that is half started leaves processes behind for a minute; and its own handler of SIGTERM
+    would print a stack and exit with 15.
+    """
+    from ray._private import utils
+
+    handlers = {
+        number: handler
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if callable(handler := signal.getsignal(number))
+    }
+    if not handlers or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    set_handler = getattr(utils, "set_sigterm_handler", None)
+    if set_handler is not None:
+        utils.set_sigterm_handler = lambda *_: None
+    for number in handlers:
+        signal.signal(number, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        if set_handler is not None:
+            utils.set_sigterm_handler = set_handler
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if received:
+        signal.raise_signal(received[-1])
 
 
 def first_line(error: BaseException) -> str:

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from shutil import copytree
 
@@ -204,3 +206,35 @@ def test_a_killed_driver_leaves_nothing(cluster: str, model: Path, budget: int) 
         used = json.loads(driver.stdout.readline())
         driver.kill()
     wait_until(lambda: are_gone(used))
+
+
+@pytest.mark.parametrize("delay_s", [0.2, 1.5])
+def test_a_termination_while_ray_starts_leaves_nothing(model: Path, delay_s: float) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        environment = {**os.environ, "RAY_ADDRESS": "local", "TMPDIR": place}
+        code = "from shadowlane.cli import main; main()"
+        driver = subprocess.Popen(
+            [sys.executable, "-c", code, "run", str(model), "-p", "x"],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert driver.stderr is not None
+        while "starting Ray" not in driver.stderr.readline():
+            assert driver.poll() is None
+        time.sleep(delay_s)  # into the middle of what takes Ray some seconds
+        driver.terminate()
+        driver.stderr.read()
+        assert driver.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        wait_until(lambda: not processes_of(place))
+        assert os.listdir(place) == []
+
+
+def processes_of(place: str) -> list[str]:
+    """Processes that were started with a directory for their temporary files."""
+    found = []
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            if process.name.isdigit() and place.encode() in (process / "environ").read_bytes():
+                found.append(process.name)
+    return found
