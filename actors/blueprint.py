@@ -95,14 +95,15 @@ class ScratchPlan:
     worker_words: int
 
     @property
-    def worker_nbytes(self) -> int:
-        return sum(
+    def worker_regions(self) -> tuple[int, ...]:
+        """Bytes of each part of one worker's scratch, whole pages, as they lie."""
+        return tuple(
             whole_pages(size)
             for size in (
+                self.worker_expand,
                 self.worker_input,
                 self.worker_quantised,
                 self.worker_output,
-                self.worker_expand,
                 self.worker_scores,
                 self.worker_tile,
                 self.worker_normalised,
@@ -113,6 +114,10 @@ class ScratchPlan:
                 self.worker_words,
             )
         )
+
+    @property
+    def worker_nbytes(self) -> int:
+        return sum(self.worker_regions)
 
     @property
     def shared_nbytes(self) -> int:
@@ -421,18 +426,18 @@ def _plan_scratch(
     qkv_width = heads_width + 2 * config.num_kv_heads * config.head_dim
     widest = max(config.hidden_size, config.intermediate_size, heads_width)
     grouped = config.num_heads // config.num_kv_heads
-    in_place = [
-        source.num_rows
-        for source in sources
-        if source.layout == LAYOUT_OF[dtype] and not source.offset % element
-    ]
+
+    def is_in_place(source: BlockSource) -> bool:
+        return source.layout == LAYOUT_OF[dtype] and not source.offset % element
+
+    in_place = [source.num_rows for source in sources if is_in_place(source)]
     expanded = [
         min(source.num_rows, PANEL_ROWS)
         * LAYOUTS[source.layout].block_elements
         * (source.row_nbytes // LAYOUTS[source.layout].block_nbytes)
         * element
         for source in sources
-        if source.layout != LAYOUT_OF[dtype] or source.offset % element
+        if not is_in_place(source)
     ]
     if not chunk >= 1:
         raise ValueError(f"prefill_chunk must be at least 1; got {chunk}")

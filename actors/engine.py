@@ -124,7 +124,6 @@ class Engine:
         check_room(self.layout.nbytes)
         arena = self.arena = Arena.create(self.layout.nbytes)
         self.gauges = Gauges(arena, self.layout, self.lanes)
-        self._busy_ns = self.gauges.busy_ns()
         self._records = RecordWriter(arena, self.layout, self.blueprint.options.max_batch)
         self._logits = arena.view(
             self.layout.scratch["logits"],
@@ -252,7 +251,6 @@ class Engine:
                     else:  # while steps run, the wait for them looks after the lanes
                         self._look_after_lanes()
                         self._report_step()
-                        self._busy_ns = self.gauges.busy_ns()
                         self.shadow.talk(self.gauges)
                 except LaneDied as error:
                     self._recover(error)
@@ -280,6 +278,7 @@ class Engine:
         work: the report on a step goes to the planner once the next one is on its way.
         """
         began = time.monotonic()
+        before = self.gauges.busy_ns()
         placement = self.placement
         self._fill_record(step.plan, placement)
         self._report_step()
@@ -290,9 +289,14 @@ class Engine:
         seconds = time.monotonic() - began
         for number, nbytes in enumerate(self._step_nbytes(placement)):
             self._multiplied[number] += nbytes
-        before, self._busy_ns = self._busy_ns, self.gauges.busy_ns()
         self._unreported = partial(
-            _retired, self.step, placement.placement_id, step.plan, seconds, before, self._busy_ns
+            _retired,
+            self.step,
+            placement.placement_id,
+            step.plan,
+            seconds,
+            before,
+            self.gauges.busy_ns(),
         )
         self.batch.give_results(step, self._logits, placement.context_tokens, seconds)
 
@@ -372,7 +376,6 @@ class Engine:
                 if self._stopping:  # closed meanwhile: what has just been set going ends again
                     self.crew.abort()
                     return
-                self._busy_ns = self.gauges.busy_ns()  # of the next step, not of the failed one
                 self.shadow.lanes_restarted()
                 self.shadow.decisions.append(f"{reason}; started again under the plan in force")
                 return

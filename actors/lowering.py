@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from shadowlane.ops.expand import expand_row_address
 from shadowlane.ops.kernels import matvec_address
 from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.table import LoweredProgram
-from shadowlane.planner.placement import DISK_LANE, Placement, whole_pages
+from shadowlane.planner.placement import DISK_LANE, Placement
 from shadowlane.planner.program import ComputeInstruction, Program
 
 PIECES_LEFT_PER_WORKER = 2  # a decode item is this part of what is left: even half a core keeps up
@@ -47,21 +48,7 @@ def make_geometry(
 ) -> np.ndarray:
     """What is the same for all programs of a lane: int64 [GEOMETRY_FIELDS], see `table.py`."""
     config, plan = blueprint.config, blueprint.scratch
-    sizes = (
-        plan.worker_expand,
-        plan.worker_input,
-        plan.worker_quantised,
-        plan.worker_output,
-        plan.worker_scores,
-        plan.worker_tile,
-        plan.worker_normalised,
-        plan.worker_products,
-        plan.worker_queries,
-        plan.worker_cached,
-        plan.worker_mask,
-        plan.worker_words,
-    )
-    starts = [sum(whole_pages(size) for size in sizes[:index]) for index in range(len(sizes))]
+    starts = [0, *accumulate(plan.worker_regions)]
     record = layout.record_offsets
     fields = {
         t.ABORT: layout.abort,

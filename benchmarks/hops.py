@@ -17,7 +17,7 @@ from shadowlane.ops.atomics import WAIT_OK, now_ns, publish, wait_counter
 from shadowlane.ops.compiled import cfunc, njit
 from shadowlane.ops.walker import walk
 
-PING, PONG, ABORT = 0, 1024, 2048  # offsets of two counters and the abort word
+PING, PONG, ABORT = (number * t.COUNTER_NBYTES for number in range(3))  # two counters, abort word
 HOPS_NBYTES = 4096
 GIVE_UP_NS = 20_000_000_000
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import compare
-from checkpoint import decode_nbytes
+from checkpoint import decode_nbytes, vocab_size
 from machine import benchmark_environment, hardware_line, versions
 from measure import as_json, markdown_table, spread
 
@@ -68,7 +68,7 @@ def main() -> None:
          f"--warmup={own.new_tokens}", *others]
     )  # fmt: skip
     engines = given.engines.split(",")
-    vocab = json.loads((given.model / "config.json").read_text())["vocab_size"]
+    vocab = vocab_size(given.model)
     dram: list[float] = []
     rounds: list[list[compare.Outcome]] = []
     try:

@@ -45,7 +45,8 @@ from shadowlane.ops.walker import (
     linear_item,
     note_span,
     prepare_input,
-    wait_block,
+    ticket_at,
+    wait_blocks,
     wait_inputs,
     worker_at,
 )
@@ -58,6 +59,12 @@ MINUS_INFINITY, ZERO = np.float32(-np.inf), np.float32(0)
 
 
 @njit
+def _has_few_heads(geometry: Any, row: Any) -> bool:
+    """Whether an instruction of ATTENTION has too few KV heads to keep all workers busy."""
+    return row[t.ITEM_COUNT] < 2 * geometry[t.NUM_WORKERS]
+
+
+@njit
 def count_items(geometry: Any, row: Any, num_rows: int, num_prefill: int) -> int:
     """Items of an instruction in a prefill step.
 
@@ -67,9 +74,8 @@ def count_items(geometry: Any, row: Any, num_rows: int, num_prefill: int) -> int
     if row[t.KIND] == t.EMBED:
         return -(-num_rows // EMBED_ROWS)
     if row[t.KIND] == t.ATTENTION:
-        if row[t.ITEM_COUNT] >= 2 * geometry[t.NUM_WORKERS]:
-            return row[t.ITEM_COUNT]
-        return row[t.ITEM_COUNT] * -(-num_prefill // t.QUERY_ROWS)
+        parts = -(-num_prefill // t.QUERY_ROWS) if _has_few_heads(geometry, row) else 1
+        return row[t.ITEM_COUNT] * parts
     return max(1, row[t.TILE_COUNT])
 
 
@@ -297,7 +303,7 @@ def chunk_attention(
     num_prefill = load64(record + 8 * t.NUM_PREFILL)
     parts = -(-num_prefill // t.QUERY_ROWS)
     begin, end = 0, parts
-    if row[t.ITEM_COUNT] < 2 * geometry[t.NUM_WORKERS]:
+    if _has_few_heads(geometry, row):
         end = parts - item // row[t.ITEM_COUNT]  # the longest first
         begin = end - 1
         item = item % row[t.ITEM_COUNT]
@@ -346,14 +352,11 @@ def walk_chunk(
         row = instructions[number]
         kind = row[t.KIND]
         num_items = count_items(geometry, row, num_rows, num_prefill)
-        began = now_ns()
-        status = wait_inputs(base, geometry, row, record, spin_ns)
+        status = wait_inputs(base, geometry, row, record, spin_ns, statistics)
         if status != WAIT_OK:
             return status
         start = now_ns()
-        waits = read_i64(statistics + 8 * t.WAIT_NS)
-        write_i64(statistics + 8 * t.WAIT_NS, waits + start - began)
-        ticket = base + geometry[t.TICKETS] + row[t.ORDINAL] * t.TICKET_NBYTES
+        ticket = ticket_at(base, geometry, row[t.ORDINAL])
         inputs = num_logits if kind == t.LM_HEAD else num_decode
         decode_x, chunk_x = 0, 0
         waited = 0
@@ -378,10 +381,7 @@ def walk_chunk(
                         decode_x = prepare_input(base, geometry, row, record, inputs, scratch)
                     if kind != t.LM_HEAD:
                         chunk_x = chunk_input(base, geometry, row, record, scratch)
-                late = wait_block(base, geometry, blocks[item[t.BLOCK]], record)
-                if kind == t.GATE_UP and late >= 0:
-                    more = wait_block(base, geometry, blocks[item[t.SECOND_BLOCK]], record)
-                    late = more if more < 0 else late + more
+                late = wait_blocks(base, geometry, row, item, blocks, record)
                 if late < 0:
                     return 1
                 waited += late

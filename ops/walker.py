@@ -72,8 +72,14 @@ def ticket_at(base: int, geometry: Any, ordinal: int) -> int:
 
 
 @njit
-def wait_inputs(base: int, geometry: Any, row: Any, record: int, spin_ns: int) -> int:
-    """Wait until all lanes have retired what this instruction reads: own lane first, then peers."""
+def wait_inputs(
+    base: int, geometry: Any, row: Any, record: int, spin_ns: int, statistics: int
+) -> int:
+    """Wait until all lanes have retired what this instruction reads: own lane first, then peers.
+
+    What the wait took is added to the worker's statistics.
+    """
+    began = now_ns()
     abort = base + geometry[t.ABORT]
     own = geometry[t.LANE]
     status = wait_counter(
@@ -91,6 +97,9 @@ def wait_inputs(base: int, geometry: Any, row: Any, record: int, spin_ns: int) -
     if status == WAIT_OK and row[t.KIND] == t.EMBED and row[t.GATHERED] != 0:
         gathered = counter_at(base, geometry, geometry[t.GATHER_COUNTER])
         status = wait_counter(gathered, record_i64(record, t.STEP), abort, 0, 0)
+    if status == WAIT_OK:
+        waits = read_i64(statistics + 8 * t.WAIT_NS)
+        write_i64(statistics + 8 * t.WAIT_NS, waits + now_ns() - began)
     return status
 
 
@@ -117,6 +126,16 @@ def wait_block(base: int, geometry: Any, block: Any, record: int) -> int:
     if wait_counter(counter, wanted, base + geometry[t.ABORT], 0, 0) != WAIT_OK:
         return -1
     return now_ns() - started
+
+
+@njit
+def wait_blocks(base: int, geometry: Any, row: Any, item: Any, blocks: Any, record: int) -> int:
+    """Wait for the one or two blocks of an item. Returns the ns waited, -1 if aborted."""
+    late = wait_block(base, geometry, blocks[item[t.BLOCK]], record)
+    if row[t.KIND] == t.GATE_UP and late >= 0:
+        more = wait_block(base, geometry, blocks[item[t.SECOND_BLOCK]], record)
+        late = more if more < 0 else late + more
+    return late
 
 
 @njit
@@ -605,13 +624,10 @@ def walk(
             num_items *= row[t.HEAD_SPLITS] * (1 if same_sequence else num_rows)
         elif kind == t.EMBED:
             num_items = 1
-        began = now_ns()
-        status = wait_inputs(base, geometry, row, record, spin_ns)
+        status = wait_inputs(base, geometry, row, record, spin_ns, statistics)
         if status != WAIT_OK:
             return status
         start = now_ns()
-        waits = read_i64(statistics + 8 * t.WAIT_NS)
-        write_i64(statistics + 8 * t.WAIT_NS, waits + start - began)
         ticket = ticket_at(base, geometry, row[t.ORDINAL])
         inputs = num_logits if kind == t.LM_HEAD else num_rows
         x = 0
@@ -631,10 +647,7 @@ def walk(
                 item = items[row[t.ITEM_START] + taken]
                 if x == 0:
                     x = prepare_input(base, geometry, row, record, inputs, scratch)
-                late = wait_block(base, geometry, blocks[item[t.BLOCK]], record)
-                if kind == t.GATE_UP and late >= 0:
-                    more = wait_block(base, geometry, blocks[item[t.SECOND_BLOCK]], record)
-                    late = more if more < 0 else late + more
+                late = wait_blocks(base, geometry, row, item, blocks, record)
                 if late < 0:
                     return 1
                 waited += late
