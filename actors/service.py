@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
@@ -37,6 +38,7 @@ from shadowlane.planner.explain import plan_report
 from shadowlane.planner.profile import Profile
 
 BESIDE_S = 1.5  # of measuring the disk beside compute lanes, which take a moment to begin
+EARLY_CANCELS = 1024  # names kept of requests that were cancelled before they came
 MESSAGE_PERIOD_S = 0.05  # people read no faster than twenty pieces a second
 Message = dict[str, str]
 Prompt = str | Tokens[int] | Tokens[Message]
@@ -52,6 +54,8 @@ class Service:
         self._tokenizer: Tokenizer | None = None
         self._last: Sequence | None = None
         self._named: dict[str, Sequence] = {}  # running requests that a client may cancel
+        self._unheard: deque[str] = deque(maxlen=EARLY_CANCELS)  # cancelled before they came here
+        self._naming = threading.Lock()
         self._profile: Profile | None = None
         self._thread: threading.Thread | None = None
 
@@ -215,8 +219,10 @@ class Service:
         A message between processes costs the cores that compute a millisecond, so fast tokens go
         together, `MESSAGE_PERIOD_S` after the last; the first of all goes at once.
         """
-        sequence = self.submit(prompt, params)
-        self._named[request] = sequence
+        with self._naming:
+            if request in self._unheard:
+                return
+            sequence = self._named[request] = self.submit(prompt, params)
         due = 0.0
         try:
             while not sequence.is_heard:
@@ -244,8 +250,14 @@ class Service:
         return Chunk(output.text, output.token_ids, output.finish_reason)
 
     def cancel(self, request: str) -> None:
-        """End a request by the name it was submitted under; nothing if it is over."""
-        sequence = self._named.get(request)
+        """End a request by the name it was submitted under; nothing if it is over.
+
+        One that still waits for a thread to listen to it will not begin.
+        """
+        with self._naming:
+            sequence = self._named.get(request)
+            if sequence is None:
+                self._unheard.append(request)
         if sequence is not None:
             self._end(sequence)
 

@@ -143,19 +143,27 @@ def test_a_stream_can_be_closed_while_all_listeners_are_taken(
     llm: LLM, expected: tuple[int, ...]
 ) -> None:
     """The first stream runs, the others wait for its slot and hold every thread that listens."""
-    streams = [llm.stream(PROMPT, LONG) for _ in range(ENGINE_THREADS)]
+    streams = [llm.stream(PROMPT, LONG)]
+    streams += [llm.stream(PROMPT, PARAMS) for _ in range(1, ENGINE_THREADS)]
     next(streams[0])
     threads = [threading.Thread(target=next, args=(each, None)) for each in streams[1:]]
     for thread in threads:
         thread.start()
-    for stream in streams[:1]:
-        stream.close()
+    streams[0].close()
     for thread in threads:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
     for stream in streams[1:]:
         stream.close()
     assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected
+
+
+def test_a_request_that_is_cancelled_before_it_is_heard_does_not_begin(llm: LLM) -> None:
+    """As when Ctrl-C is pressed while every thread that listens is taken."""
+    engine = llm._engine
+    llm._call("cancel", "early")
+    chunks = engine.stream_chunks.options(num_returns="streaming").remote("early", PROMPT, LONG)
+    assert list(chunks) == []
 
 
 def test_a_model_that_changes_and_starts_that_fail(
