@@ -7,14 +7,14 @@ so what comes next waits in `wanted`.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shadowlane.planner import events as ev
+from shadowlane.planner.measured import Window
 from shadowlane.planner.placement import DISK_LANE, Placement
-from shadowlane.planner.trial import Option
+from shadowlane.planner.trial import Option, Settings
 
 Stage = Literal["published", "acknowledged", "announced", "active"]  # then retired: forgotten
 
@@ -28,23 +28,23 @@ class Record:
     option: Option
     placement: Placement
     reason: str
+    paces: Window  # of measured steps
     stage: Stage = "published"
     acknowledged: set[str] = field(default_factory=set)  # lanes
     content: int | None = None  # see MeasuredPaces.content; None until it is asked for
     settling: int = 0  # steps still to pass unmeasured
-    paces: deque[float] = field(default_factory=lambda: deque(maxlen=16))
 
 
 class Placements:
     """The placements that are not retired, by id; ids count from 1 and never come again."""
 
-    def __init__(self, settle_steps: int, story: Callable[[str], str]) -> None:
+    def __init__(self, settings: Settings, story: Callable[[str], str]) -> None:
         self.records: dict[int, Record] = {}
         self.num_published = 0
         self.active: int | None = None  # steps retire under it
         self.pending: int | None = None  # the newest, not active yet
         self.wanted: tuple[Option, str] | None = None  # (what, why) to be published next
-        self._settle_steps = settle_steps
+        self._settings = settings
         self._story = story
 
     @property
@@ -82,7 +82,7 @@ class Placements:
         self.num_published += 1
         placement_id = self.num_published
         placement = replace(option.placement, placement_id=placement_id)
-        self.records[placement_id] = Record(option, placement, reason, settling=self._settle_steps)
+        self.records[placement_id] = self._record(option, placement, reason)
         self.pending = placement_id
         return [*commands, ev.PublishPlacement(placement, reason)]
 
@@ -91,9 +91,13 @@ class Placements:
         placement = option.placement
         self.num_published = max(newest_id, placement.placement_id)
         self.active = placement.placement_id
-        self.records[self.active] = Record(
-            option, placement, option.label, stage="active", settling=self._settle_steps
-        )
+        record = self._record(option, placement, option.label)
+        record.stage = "active"
+        self.records[self.active] = record
+
+    def _record(self, option: Option, placement: Placement, reason: str) -> Record:
+        paces = Window(self._settings.min_steps_between, self._settings.trial_s)
+        return Record(option, placement, reason, paces, settling=self._settings.settle_steps)
 
     def acknowledge(self, event: ev.PlacementAcknowledged) -> list[ev.Command]:
         record = self.record(event.placement_id)
@@ -143,7 +147,7 @@ class Placements:
         """The conditions have changed: what the running placement measured so far is void."""
         if self.active is not None:
             self.records[self.active].paces.clear()
-            self.records[self.active].settling = self._settle_steps
+            self.records[self.active].settling = self._settings.settle_steps
 
     def validate(self) -> None:
         """Invariants that hold between any two events."""

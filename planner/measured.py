@@ -14,7 +14,7 @@ from shadowlane.planner.simulate import Simulation, simulate
 CONTEXT_STEP = 256  # contexts within one such step are predicted alike
 WINDOW = 8  # newest steps that a configuration's pace is the mean of
 MOST_KEPT = 512  # simulations; a placement has one per batch size and step of context
-DRIFT_WINDOW = 5  # newest steps that a lane's drift is the median of
+DRIFT_STEPS = 5  # a lane's drift is the median of at least so many steps
 MEMORY_STEPS = 200  # a rival measured longer ago than this may have become slower since
 LEAST_STEPS = 3  # and how many it takes to be compared at all
 
@@ -32,12 +32,50 @@ class _Measured:
         return sum(self.paces) / len(self.paces)
 
 
+class Window:
+    """The newest values of steps: the fewest that are `steps` and took `seconds` together."""
+
+    def __init__(self, steps: int, seconds: float) -> None:
+        self._steps, self._seconds = steps, seconds
+        self._values: deque[tuple[float, float]] = deque()
+        self._total_s = 0.0
+
+    def add(self, value: float, seconds: float) -> None:
+        self._values.append((value, seconds))
+        self._total_s += seconds
+        while len(self._values) > self._steps:
+            oldest_s = self._values[0][1]
+            if self._total_s - oldest_s < self._seconds:
+                break
+            self._values.popleft()
+            self._total_s -= oldest_s
+
+    def spans(self, steps: int, seconds: float) -> bool:
+        return len(self._values) >= steps and self._total_s >= seconds
+
+    @property
+    def mean(self) -> float:
+        return sum(value for value, _ in self._values) / len(self._values)
+
+    @property
+    def median(self) -> float:
+        return median(value for value, _ in self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def clear(self) -> None:
+        self._values.clear()
+        self._total_s = 0.0
+
+
 @dataclass(slots=True)
 class LaneState:
     """What the planner knows of one lane of the running engine."""
 
     spin_us: int
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=DRIFT_WINDOW))
+    drift_s: float  # drift is measured over at least so long
+    ratios: Window = field(init=False)
     is_alive: bool = True
     folded: float = 1.0  # the part of `ratio` that the cost model already knows
     delayed: float = 0.0  # fraction in the run queue while the core counts as shared, else 0
@@ -46,15 +84,18 @@ class LaneState:
     probe_in: int | None = None  # steps until a lane that was set back is tried again
     probe_interval: int = 0
 
+    def __post_init__(self) -> None:
+        self.ratios = Window(DRIFT_STEPS, self.drift_s)
+
     @property
     def ratio(self) -> float | None:
         """Busy time measured / predicted without any drift: the median of the newest steps.
 
         A median follows a lasting change at once and in full, and a single odd step not at all.
         """
-        if len(self.ratios) <= DRIFT_WINDOW // 2:
+        if not self.ratios.spans(DRIFT_STEPS // 2 + 1, self.drift_s / 2):
             return None
-        return median(self.ratios)
+        return self.ratios.median
 
     @property
     def drift(self) -> float:

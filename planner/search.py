@@ -93,20 +93,28 @@ def place(
         )
         return _Candidate(simulation.step_s, name, resident, sweep, shares)
 
-    # Who computes what is decided on the first way of filling RAM, which serves any split alike.
+    # Who computes what is decided on the first way of filling RAM, which serves any split alike,
+    # and once more on the way that was chosen.
     best: _Candidate | None = None
-    best_suffix = ""
-    for suffix, shares in _splits(catalog, request.lanes, cost, weights):
+    best_name, best_suffix = "", ""
+    splits = _splits(catalog, request.lanes, cost, weights)
+    for suffix, shares in splits:
         name, resident = _residents(catalog, request, cost, sorted_weights, room, shares)[0]
         candidate = price(name + suffix, resident, shares)
         if best is None or _is_faster(candidate, best):
-            best, best_suffix = candidate, suffix
+            best, best_name, best_suffix = candidate, name, suffix
     assert best is not None
     shares = best.shares
     for name, resident in _residents(catalog, request, cost, sorted_weights, room, shares)[1:]:
         candidate = price(name + best_suffix, resident, shares)
         if _is_faster(candidate, best):
-            best = candidate
+            best, best_name = candidate, name
+    resident = best.resident
+    for suffix, shares in splits:
+        if shares != best.shares:
+            candidate = price(best_name + suffix, resident, shares)
+            if _is_faster(candidate, best):
+                best = candidate
     resident, sweep = best.resident, best.sweep
     held = sum(block.held_nbytes for block in catalog.blocks if resident[block.index])
     placement = Placement(

@@ -32,7 +32,6 @@ from shadowlane.planner.trial import (
     Settings,
     Trial,
     choices_for_shared_core,
-    mean,
     probe_interval,
 )
 
@@ -53,13 +52,14 @@ class PlannerState:
         self.request = request
         self.settings = settings or Settings()
         self.cost = CostModel(profile)  # without drift
-        self.placements = Placements(self.settings.settle_steps, self.story)
+        self.placements = Placements(self.settings, self.story)
         self.trial: Trial | None = None  # the comparison under way
         names = [*(lane.name for lane in request.lanes), DISK_LANE]
-        self.lanes = {name: LaneState(self.settings.spin_us) for name in names}
+        self.lanes = {name: self._new_lane() for name in names}
         self.num_steps = 0  # decode steps retired
-        self.last_thought = 0  # value of num_steps when a re-plan was last considered
-        self.patience = self.settings.min_steps_between  # steps from one thought to the next
+        self.decode_s = 0.0  # what they took
+        self.last_thought = (0, 0.0)  # of both, when a re-plan was last considered
+        self.patience = 1  # how many times the least pause passes from one thought to the next
         self.refused: set[int] = set()  # contents that measured slower than what they replaced
         self.paces = MeasuredPaces()
         self.predictions = Predictions(catalog)
@@ -153,7 +153,7 @@ class PlannerState:
 
     def _lane_restored(self, name: str) -> list[ev.Command]:
         old = self._lane(name)
-        self.lanes[name] = LaneState(self.settings.spin_us, folded=old.folded)
+        self.lanes[name] = self._new_lane(folded=old.folded)
         if not self._alive_lanes():
             return [ev.Note(f"{name} is back; no compute lane is alive yet")]
         return [
@@ -206,6 +206,7 @@ class PlannerState:
         if event.phase != "decode":
             return commands
         self.num_steps += 1
+        self.decode_s += event.seconds
         if record.settling:
             record.settling -= 1
             return commands
@@ -226,18 +227,22 @@ class PlannerState:
             expected_s = predicted.busy_s.get(name, 0.0)
             # A core that is off at times is no slower lane: its ratio would say nothing about it.
             if expected_s > 0 and not lane.delayed:
-                lane.ratios.append(busy_s / expected_s)
+                lane.ratios.add(busy_s / expected_s, event.seconds)
         # One reference per era, so that paces of other plans, rows and contexts compare.
         pace = event.seconds / self.predictions.reference_s(record.placement, self.cost, workload)
-        record.paces.append(pace)
+        record.paces.add(pace, event.seconds)
         label = record.option.label
         self.paces.add(self.num_steps, self._conditions(), self._content(record), label, pace)
 
     # -- drift
 
     def _think(self, record: Record) -> list[ev.Command]:
-        since = self.num_steps - self.last_thought
-        if since < self.patience or len(record.paces) < self.settings.trial_steps:
+        steps, seconds = self.last_thought
+        if (
+            self.num_steps - steps < self.patience * self.settings.min_steps_between
+            or self.decode_s - seconds < self.patience * self.settings.min_s_between
+            or not self._is_measured(record)
+        ):
             return []
         drifted = [
             f"{name} takes {1 + lane.drift:.2f} times what was expected"
@@ -251,7 +256,7 @@ class PlannerState:
         assert self.placements.active is not None
         record = self.placements.records[self.placements.active]
         running = record.placement
-        self.last_thought = self.num_steps
+        self.last_thought = (self.num_steps, self.decode_s)
         for lane in self.lanes.values():
             lane.folded = lane.ratio or lane.folded
         cost = self._drifted_cost()
@@ -276,11 +281,9 @@ class PlannerState:
         won_s = (staying_s - best_s) * self.settings.horizon_steps
         if gain < self.settings.gain_threshold or won_s <= move_s:
             return [ev.Note(f"{why}: staying, the best plan would win {max(0.0, gain):.1%}")]
-        if record.paces:
-            before = mean(record.paces, self.settings.min_steps_between)
-            self.trial = Trial(
-                "re-plan", -self.settings.tolerance, option, results=[(record.option, before)]
-            )
+        if len(record.paces):
+            results = [(record.option, record.paces.mean)]
+            self.trial = Trial("re-plan", -self.settings.tolerance, option, results=results)
         return self.placements.publish(option, f"{why}: predicted {gain:.1%} faster")
 
     # -- shared cores: a lane that is off for milliseconds at a time is not a slower lane
@@ -334,9 +337,9 @@ class PlannerState:
         return [*commands, ev.Note(f"{why}: sleeping at barriers, then comparing other splits")]
 
     def _advance_trial(self, trial: Trial, record: Record) -> list[ev.Command]:
-        if record.option is not trial.current or len(record.paces) < self.settings.trial_steps:
+        if record.option is not trial.current or not self._is_measured(record):
             return []
-        trial.results.append((trial.current, mean(record.paces, self.settings.trial_steps)))
+        trial.results.append((trial.current, record.paces.mean))
         if trial.results[-1][1] <= trial.results[0][1] * (1 - self.settings.clear_win):
             trial.queue.clear()
         if trial.queue:
@@ -347,15 +350,16 @@ class PlannerState:
 
     def _finish_trial(self, trial: Trial) -> list[ev.Command]:
         self.trial = None
-        self.last_thought = self.num_steps
+        self.last_thought = (self.num_steps, self.decode_s)
         winner, _ = trial.winner()
         if trial.lane is not None:
             lane = self.lanes[trial.lane]
-            lane.probe_in = probe_interval(trial, lane.probe_interval, self.settings)
+            step_s = self.decode_s / max(1, self.num_steps)
+            lane.probe_in = probe_interval(trial, lane.probe_interval, self.settings, step_s)
             lane.probe_interval = lane.probe_in
             self._plan_probes(winner)
         elif winner is trial.current:
-            self.patience = self.settings.min_steps_between
+            self.patience = 1
         else:
             self.refused.add(self.paces.content(trial.current.placement))
             self.patience *= 2
@@ -375,7 +379,7 @@ class PlannerState:
 
     def _probe(self, record: Record) -> list[ev.Command]:
         """Ask again, when its time has come: a lane set back gets its rows, another loses them."""
-        if len(record.paces) < self.settings.trial_steps or len(record.option.weights) == 1:
+        if not self._is_measured(record) or len(record.option.weights) == 1:
             return []
         for name, lane in self.lanes.items():
             if lane.probe_in is None or not lane.is_alive:
@@ -392,7 +396,7 @@ class PlannerState:
                     continue
                 label, weights = choices[0]
             rival = self._weighted(label, now, weights)
-            before = mean(record.paces, self.settings.min_steps_between)
+            before = record.paces.mean
             why = f"asking again: {label}"
             gain = self.settings.gain_threshold
             self.trial = Trial(why, gain, rival, results=[(now, before)], lane=name)
@@ -400,6 +404,12 @@ class PlannerState:
         return []
 
     # -- helpers
+
+    def _new_lane(self, folded: float = 1.0) -> LaneState:
+        return LaneState(self.settings.spin_us, self.settings.drift_s, folded=folded)
+
+    def _is_measured(self, record: Record) -> bool:
+        return record.paces.spans(self.settings.trial_steps, self.settings.trial_s)
 
     def _plan_again(self, now: Option, *, anew: bool) -> Option:
         """The best plan for lanes alive and drift known; see `replan.plan_again`."""
@@ -426,7 +436,7 @@ class PlannerState:
         self.paces.forget()
         self.predictions.forget()
         self.refused.clear()
-        self.patience = self.settings.min_steps_between
+        self.patience = 1
         self.trial = None
         self.placements.unsettle()
 

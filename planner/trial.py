@@ -18,10 +18,15 @@ class Settings:
     """Every threshold of the shadow, with its reason."""
 
     drift_threshold: float = 0.15  # |measured / expected - 1| of a lane that makes us think again
+    # NOTE: short steps are counted in seconds: what else runs on a machine comes in bursts of tens
+    # of milliseconds, and three steps of 14 ms measure a burst.
+    drift_s: float = 0.3  # what a lane's drift is measured over, at least
     min_steps_between: int = 5  # decode steps between two thoughts; doubled by each one undone
+    min_s_between: float = 0.5  # ... and seconds of decoding, doubled likewise
     gain_threshold: float = 0.03  # what a new plan must promise, or measure, to be worth a switch
     tolerance: float = 0.02  # how much slower a new plan may measure before it is undone: noise
-    trial_steps: int = 3  # measured steps per option
+    trial_steps: int = 3  # measured steps per option, at least
+    trial_s: float = 0.15  # ... and measured seconds
     settle_steps: int = 1  # steps after a switch that are not measured
     # NOTE: engine, driver and Ray take a tenth of two cores themselves, a quarter while a process
     # comes up; that is no neighbour, who would want half. Taken for one, it cost a third of the
@@ -71,12 +76,6 @@ class Trial:
         return ", ".join(f"{option.label} {pace:.3f}" for option, pace in self.results)
 
 
-def mean(values: deque[float], last: int) -> float:
-    """Of the newest `last` values."""
-    newest = list(values)[-last:]
-    return sum(newest) / len(newest)
-
-
 def choices_for_shared_core(
     weights: Mapping[str, float], lane: str, settings: Settings, delays: Mapping[str, float]
 ) -> list[tuple[str, dict[str, float]]]:
@@ -105,8 +104,8 @@ def choices_for_shared_core(
     return choices
 
 
-def probe_interval(trial: Trial, previous: int, settings: Settings) -> int:
-    """Steps until the question of this trial is put again.
+def probe_interval(trial: Trial, previous: int, settings: Settings, step_s: float) -> int:
+    """Steps until the question of this trial is put again. step_s: what a step takes now.
 
     So many that asking takes less than `probe_cost` of the time even if the slowest option is what
     is tried; and twice as many as last time, for what has lasted will last.
@@ -114,7 +113,8 @@ def probe_interval(trial: Trial, previous: int, settings: Settings) -> int:
     _, pace = trial.winner()
     lost = max(each for _, each in trial.results) / pace - 1.0
     # Besides the measured steps, those that pass while lanes acknowledge and settle, twice.
-    num_steps = settings.trial_steps + 2 * settings.settle_steps + 2
+    measured = max(settings.trial_steps, int(settings.trial_s / max(step_s, 1e-6)))
+    num_steps = measured + 2 * settings.settle_steps + 2
     affordable = int(lost * num_steps / settings.probe_cost) + 1
     doubled = min(2 * previous, settings.probe_max_steps)
     return max(settings.probe_min_steps, doubled, affordable)

@@ -156,6 +156,26 @@ def test_a_lane_that_became_slower_gives_rows_away(make_engine) -> None:
     assert engine.running.resident == command.placement.resident
 
 
+@pytest.mark.parametrize("step_s", [0.01, 0.2])
+def test_a_burst_of_short_steps_is_no_drift_but_of_long_ones_it_is(
+    make_engine, step_s: float
+) -> None:
+    """Five steps on end of a lane take twice the time: 50 ms are noise, a second is not."""
+    engine = make_engine(settings=Settings())
+    steps = 0
+
+    def bursts(placement: Placement, spins: Mapping[str, int]) -> tuple[float, dict[str, float]]:
+        nonlocal steps
+        steps += 1
+        _, busy_s = engine.as_predicted(placement, spins)
+        if 100 < steps <= 105:
+            busy_s["cpu:1"] *= 2
+        return step_s, busy_s
+
+    engine.machine = bursts
+    assert bool(published(engine.run(200))) == (step_s > 0.1)
+
+
 def test_drift_that_no_plan_can_use_is_told_and_left(make_engine) -> None:
     engine = make_engine(num_lanes=1)
     engine.run(10)
