@@ -1,9 +1,9 @@
-"""One description of a dense decoder that covers Llama, Mistral, Qwen2 and Qwen3.
+"""One description of a decoder that covers Llama, Mistral, Qwen2, Qwen3 and their mixtures.
 
-The families differ in a handful of switches (biases, a norm on q and k, sliding windows), so a
-configuration is read into one `DecoderConfig`, and everything else (which tensors there must be,
-which groups a step runs) follows from it. What the description cannot express is refused by name:
-a model that would run with a wrong result is worse than one that does not start.
+The families differ in a handful of switches (biases, a norm on q and k, sliding windows, experts),
+so a configuration is read into one `DecoderConfig`, and everything else (which tensors there must
+be, which groups a step runs) follows from it. What the description cannot express is refused by
+name: a model that would run with a wrong result is worse than one that does not start.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ import numpy as np
 
 from shadowlane.ops.decoder_config import DecoderConfig, read_config
 from shadowlane.ops.errors import ModelError
+from shadowlane.ops.experts import (
+    Expert,
+    ExpertMatrix,
+    check_experts,
+    check_no_more_experts,
+    expert_bias_names,
+    read_experts,
+)
 from shadowlane.ops.layouts import LAYOUTS
 
 if TYPE_CHECKING:
@@ -24,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DecoderConfig",
+    "Expert",
+    "ExpertMatrix",
     "GroupDescription",
     "GroupPart",
     "check_tensors",
@@ -31,18 +41,20 @@ __all__ = [
     "expected_tensors",
     "read_config",
     "read_decoder",
+    "read_experts",
 ]
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 
-GroupKind = Literal["embed", "qkv", "attn", "o", "gate_up", "down", "lm_head"]
+GroupKind = Literal["embed", "qkv", "attn", "o", "gate_up", "down", "router", "experts", "lm_head"]
 
 # A bias or a norm that the files hold takes part in the sums of the model they were made for;
 # leaving it out because the configuration does not mention it would change the result.
 _TAKES_PART = re.compile(r"(model|lm_head)\b.*(\.bias|norm\.weight)")
 _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.")
+_MLP_TENSOR = re.compile(r"model\.layers\.\d+\.mlp\..+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +69,17 @@ class GroupPart:
 
 @dataclass(frozen=True, slots=True)
 class GroupDescription:
-    name: str  # "embed", "12.qkv", ..., "lm_head"
+    name: str  # "embed", "12.qkv", "12.experts", "12.shared_down", ..., "lm_head"
     kind: GroupKind
     layer: int | None
     parts: tuple[GroupPart, ...]
     norm: str | None = None  # weight of the RMS norm applied to the group's input
-    q_norm: str | None = None  # attn only: RMS norm over each head of q, before the rotation
+    # attn only: RMS norm over each head of q (or its whole width), before the rotation
+    q_norm: str | None = None
     k_norm: str | None = None
+    sinks: str | None = None  # attn only: one logit for each head [num_heads]
+    # experts only: stacked biases of gate, up and down, [num_experts, rows] each
+    expert_biases: tuple[str, ...] = ()
 
 
 def read_decoder(files: ModelFiles) -> DecoderConfig:
@@ -79,7 +95,12 @@ def read_decoder(files: ModelFiles) -> DecoderConfig:
 
 
 def describe_groups(cfg: DecoderConfig) -> tuple[GroupDescription, ...]:
-    """The groups of one step in execution order: embed, five per layer, lm_head.
+    """The groups of one step in execution order: embed, those of each layer, lm_head.
+
+    A layer is qkv, attn, o, and then gate_up and down; or, with experts, router, shared_gate_up,
+    experts and shared_down (the second and the last only where an expert is shared). The router's
+    parts are its matrix [num_experts, hidden] and the shared expert's gate [1, hidden]; the group
+    of experts has no parts, `read_experts` has their matrices.
 
     A tied model has its one matrix in `lm_head`, which streams whole; `embed` then has no parts and
     gathers rows from that matrix.
@@ -101,26 +122,18 @@ def _layer_groups(cfg: DecoderConfig, layer: int) -> tuple[GroupDescription, ...
     prefix = f"model.layers.{layer}"
     q_rows = cfg.num_heads * cfg.head_dim
     kv_rows = cfg.num_kv_heads * cfg.head_dim
+    hidden = cfg.hidden_size
 
-    def part(module: str, rows: int, cols: int, has_bias: bool) -> GroupPart:
-        bias = f"{prefix}.{module}.bias" if has_bias else None
-        return GroupPart(f"{prefix}.{module}.weight", rows, cols, bias)
-
-    def head_norm(module: str) -> str | None:
+    def norm(module: str) -> str | None:
         return f"{prefix}.self_attn.{module}.weight" if cfg.qk_norm else None
 
-    hidden, inner = cfg.hidden_size, cfg.intermediate_size
     qkv = (
-        part("self_attn.q_proj", q_rows, hidden, cfg.qkv_bias),
-        part("self_attn.k_proj", kv_rows, hidden, cfg.qkv_bias),
-        part("self_attn.v_proj", kv_rows, hidden, cfg.qkv_bias),
+        _part(f"{prefix}.self_attn.q_proj", q_rows, hidden, cfg.qkv_bias),
+        _part(f"{prefix}.self_attn.k_proj", kv_rows, hidden, cfg.qkv_bias),
+        _part(f"{prefix}.self_attn.v_proj", kv_rows, hidden, cfg.qkv_bias),
     )
-    output = (part("self_attn.o_proj", hidden, q_rows, cfg.o_bias),)
-    gate_up = (
-        part("mlp.gate_proj", inner, hidden, cfg.mlp_bias),
-        part("mlp.up_proj", inner, hidden, cfg.mlp_bias),
-    )
-    down = (part("mlp.down_proj", hidden, inner, cfg.mlp_bias),)
+    output = (_part(f"{prefix}.self_attn.o_proj", hidden, q_rows, cfg.o_bias),)
+    is_sparse = cfg.moe is not None and layer in cfg.moe.sparse_layers
     return (
         GroupDescription(
             f"{layer}.qkv", "qkv", layer, qkv, norm=f"{prefix}.input_layernorm.weight"
@@ -130,23 +143,81 @@ def _layer_groups(cfg: DecoderConfig, layer: int) -> tuple[GroupDescription, ...
             "attn",
             layer,
             (),
-            q_norm=head_norm("q_norm"),
-            k_norm=head_norm("k_norm"),
+            q_norm=norm("q_norm"),
+            k_norm=norm("k_norm"),
+            sinks=f"{prefix}.self_attn.sinks" if cfg.attention_sinks else None,
         ),
         GroupDescription(f"{layer}.o", "o", layer, output),
+        *(_sparse_groups(cfg, layer) if is_sparse else _dense_groups(cfg, layer)),
+    )
+
+
+def _part(module: str, rows: int, cols: int, has_bias: bool) -> GroupPart:
+    return GroupPart(f"{module}.weight", rows, cols, f"{module}.bias" if has_bias else None)
+
+
+def _mlp_groups(
+    cfg: DecoderConfig, layer: int, name: str, module: str, inner: int, has_bias: bool
+) -> tuple[GroupDescription, GroupDescription]:
+    """The two groups of an MLP that every token goes through."""
+    hidden = cfg.hidden_size
+    gate_up = (
+        _part(f"{module}.gate_proj", inner, hidden, has_bias),
+        _part(f"{module}.up_proj", inner, hidden, has_bias),
+    )
+    down = (_part(f"{module}.down_proj", hidden, inner, has_bias),)
+    norm = _mlp_norm(layer)
+    return (
+        GroupDescription(f"{layer}.{name}gate_up", "gate_up", layer, gate_up, norm=norm),
+        GroupDescription(f"{layer}.{name}down", "down", layer, down),
+    )
+
+
+def _mlp_norm(layer: int) -> str:
+    return f"model.layers.{layer}.post_attention_layernorm.weight"
+
+
+def _dense_groups(cfg: DecoderConfig, layer: int) -> tuple[GroupDescription, ...]:
+    module = f"model.layers.{layer}.mlp"
+    return _mlp_groups(cfg, layer, "", module, cfg.intermediate_size, cfg.mlp_bias)
+
+
+def _sparse_groups(cfg: DecoderConfig, layer: int) -> tuple[GroupDescription, ...]:
+    moe, prefix = cfg.moe, f"model.layers.{layer}.mlp"
+    assert moe is not None
+    router = f"{prefix}.router" if cfg.family == "gpt_oss" else f"{prefix}.gate"
+    choosing = [_part(router, moe.num_experts, cfg.hidden_size, moe.router_bias)]
+    if moe.has_shared_gate:
+        choosing.append(_part(f"{prefix}.shared_expert_gate", 1, cfg.hidden_size, False))
+    before: tuple[GroupDescription, ...] = ()
+    after: tuple[GroupDescription, ...] = ()
+    if moe.shared_inner:
+        gate_up, down = _mlp_groups(
+            cfg, layer, "shared_", f"{prefix}.shared_expert", moe.shared_inner, False
+        )
+        before, after = (gate_up,), (down,)
+    norm = _mlp_norm(layer)
+    return (
+        GroupDescription(f"{layer}.router", "router", layer, tuple(choosing), norm=norm),
+        *before,
         GroupDescription(
-            f"{layer}.gate_up",
-            "gate_up",
+            f"{layer}.experts",
+            "experts",
             layer,
-            gate_up,
-            norm=f"{prefix}.post_attention_layernorm.weight",
+            (),
+            norm=norm,
+            expert_biases=expert_bias_names(cfg, layer),
         ),
-        GroupDescription(f"{layer}.down", "down", layer, down),
+        *after,
     )
 
 
 def expected_tensors(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor the architecture needs: name -> shape, in the order a step meets them."""
+    """Every tensor the architecture needs: name -> shape, in the order a step meets them.
+
+    The matrices of experts are not among them: how they are named and stacked differs from file to
+    file, see `read_experts`.
+    """
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (cfg.vocab_size, cfg.hidden_size)}
     for group in describe_groups(cfg):
         if group.norm is not None:
@@ -155,9 +226,20 @@ def expected_tensors(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
             shapes[part.tensor] = (part.rows, part.cols)
             if part.bias is not None:
                 shapes[part.bias] = (part.rows,)
-        for name in (group.q_norm, group.k_norm):
+        for name, num_heads in (
+            (group.q_norm, cfg.num_heads),
+            (group.k_norm, cfg.num_kv_heads),
+        ):
             if name is not None:
-                shapes[name] = (cfg.head_dim,)
+                width = num_heads if cfg.full_width_qk_norm else 1
+                shapes[name] = (width * cfg.head_dim,)
+        if group.sinks is not None:
+            shapes[group.sinks] = (cfg.num_heads,)
+        if group.expert_biases:
+            assert cfg.moe is not None
+            gate, up, down = group.expert_biases
+            shapes[gate] = shapes[up] = (cfg.moe.num_experts, cfg.moe.inner)
+            shapes[down] = (cfg.moe.num_experts, cfg.hidden_size)
     return shapes
 
 
@@ -191,9 +273,13 @@ def check_tensors(cfg: DecoderConfig, tensors: Mapping[str, TensorSource]) -> li
                 f"{name}: rows in {layout.name} must hold a multiple of {layout.block_elements} "
                 f"elements; got {shape[-1]}"
             )
-        if len(shape) == 1 and layout.block_elements != 1:
+        is_vector = len(shape) == 1 or name.endswith("_bias")
+        if is_vector and layout.block_elements != 1:
             raise ModelError(f"{name}: a vector must be f32, f16 or bf16; got {layout.name}")
-    return _unexpected(cfg, [name for name in tensors if name not in expected])
+    expert_names = check_experts(cfg, tensors)
+    return _unexpected(
+        cfg, [name for name in tensors if name not in expected and name not in expert_names]
+    )
 
 
 def _unexpected(cfg: DecoderConfig, names: list[str]) -> list[str]:
@@ -207,7 +293,9 @@ def _unexpected(cfg: DecoderConfig, names: list[str]) -> list[str]:
                 f"{name}: num_hidden_layers must cover every layer of the files; "
                 f"got {cfg.num_layers}"
             )
-        if _TAKES_PART.fullmatch(name):
+        check_no_more_experts(cfg, name)
+        takes_part = _TAKES_PART.fullmatch(name)
+        if takes_part or (cfg.moe is not None and _MLP_TENSOR.fullmatch(name)):
             raise ModelError(
                 f"{name}: present in the files, but the {cfg.family} config has no use for it"
             )

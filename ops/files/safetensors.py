@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ _LAYOUT_OF_DTYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_MIXTRAL_EXPERT = re.compile(r"(.+\.mlp\.experts\.[0-9]+)\.(w1|w2|w3)\.weight")
+_MIXTRAL_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
@@ -55,6 +59,8 @@ def open_directory(root: Path) -> ModelFiles:
             headers.append(header)
     if not tensors:
         raise ModelError(f"{root}: a model must hold tensors; its files name none")
+    if config.get("model_type") == "mixtral":
+        tensors = _with_common_names(root, tensors)
     return ModelFiles(
         root=root,
         kind="safetensors",
@@ -66,6 +72,19 @@ def open_directory(root: Path) -> ModelFiles:
         fingerprint=make_fingerprint(stamps, headers),
         stamps=tuple(stamps),
     )
+
+
+def _with_common_names(root: Path, tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
+    """Mixtral's own names of router and experts in the words of the other mixtures."""
+    renamed: dict[str, TensorSource] = {}
+    for name, source in tensors.items():
+        common = name.replace(".block_sparse_moe.", ".mlp.")
+        if match := _MIXTRAL_EXPERT.fullmatch(common):
+            common = f"{match[1]}.{_MIXTRAL_MATRICES[match[2]]}.weight"
+        if common in renamed:
+            raise ModelError(f"{root}: a tensor must be there once; {common} is there twice")
+        renamed[common] = source if common == name else replace(source, name=common)
+    return renamed
 
 
 def _refuse_other_formats(root: Path) -> None:
