@@ -17,7 +17,7 @@ import numpy as np
 
 from shadowlane.ops.decoder_config import DecoderConfig, read_config
 from shadowlane.ops.errors import ModelError
-from shadowlane.ops.experts import (
+from shadowlane.ops.expert_matrices import (
     Expert,
     ExpertMatrix,
     check_experts,

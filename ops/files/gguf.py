@@ -1,7 +1,8 @@
 """GGUF files as Hugging Face would have them: tensor names and a config.json from the metadata.
 
-Architectures llama (Llama and Mistral), qwen2 and qwen3. What the metadata leaves out has the
-default that llama.cpp gives it; what would change the mathematics and is not supported is refused.
+Architectures llama (Llama, Mistral and Mixtral), qwen2, qwen3 and the mixtures of
+`gguf_mixtures.py`. What the metadata leaves out has the default that llama.cpp gives it; what would
+change the mathematics and is not supported is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,13 @@ from typing import Any, Literal
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.files.base import ModelFiles, TensorSource, make_fingerprint
 from shadowlane.ops.files.gguf_container import GgufTensor, read_container
+from shadowlane.ops.files.gguf_fields import GgufFields
+from shadowlane.ops.files.gguf_mixtures import (
+    mixture_config,
+    mixture_family,
+    mixture_name,
+    mixture_shape,
+)
 
 _ROPE_PAIRING: dict[str, Literal["half", "interleaved"]] = {
     # converters to GGUF reorder the rows of q and k of this architecture, so that the two numbers
@@ -22,12 +30,21 @@ _ROPE_PAIRING: dict[str, Literal["half", "interleaved"]] = {
     "llama": "interleaved",
     "qwen2": "half",
     "qwen3": "half",
+    "qwen2moe": "half",
+    "qwen3moe": "half",
+    "olmoe": "half",
+    "gpt-oss": "half",
 }
 _ARCHITECTURE_CLASS = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 
 _WHOLE_NAMES = {
@@ -57,7 +74,6 @@ _IGNORED = re.compile(r"blk\.[0-9]+\.attn_rot_embd(\.weight)?")  # a table old f
 
 # Fields of an architecture that change the mathematics, with the values that change nothing.
 _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "embedding_scale": (0.0, 1.0),
@@ -76,7 +92,7 @@ _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
 def open_gguf(path: Path) -> ModelFiles:
     """Open a GGUF file. Raises ModelError for what is damaged or not supported."""
     container = read_container(path)
-    fields = _Fields(path, container.metadata)
+    fields = GgufFields(path, container.metadata)
     architecture = fields.text("general.architecture")
     if architecture not in _ROPE_PAIRING:
         raise ModelError(
@@ -89,15 +105,18 @@ def open_gguf(path: Path) -> ModelFiles:
             f"{path}: a GGUF model must be one file; this is one part of "
             f"{fields.metadata['split.count']!r:.60}: join them with llama-gguf-split --merge"
         )
+    mixture = mixture_family(fields)
     tensors: dict[str, TensorSource] = {}
     rope_factors = None
     for tensor in container.tensors.values():
         if tensor.name == _ROPE_FACTORS:
             rope_factors = _source(path, tensor, tensor.name)
         elif not _IGNORED.fullmatch(tensor.name):
-            name = _hugging_face_name(path, tensor.name, architecture)
+            name = _hugging_face_name(path, tensor.name, architecture, mixture)
+            if name in tensors:
+                raise ModelError(f"{path}: a tensor must be there once; {name} is there twice")
             tensors[name] = _source(path, tensor, name)
-    config = _config(fields, tensors)
+    config = _config(fields, tensors, mixture)
     if rope_factors is not None:
         _check_rope_factors(path, rope_factors, config["head_dim"])
     return ModelFiles(
@@ -119,14 +138,16 @@ def _source(path: Path, tensor: GgufTensor, name: str) -> TensorSource:
         path=str(path),
         offset=tensor.offset,
         nbytes=tensor.nbytes,
-        shape=tensor.shape,
+        shape=mixture_shape(name, tensor.shape),
         layout=tensor.layout,
     )
 
 
-def _hugging_face_name(path: Path, name: str, architecture: str) -> str:
+def _hugging_face_name(path: Path, name: str, architecture: str, mixture: str | None) -> str:
     if name in _WHOLE_NAMES:
         return _WHOLE_NAMES[name]
+    if mixture is not None and (found := mixture_name(name, mixture)) is not None:
+        return found
     match = _LAYER_TENSOR.fullmatch(name)
     if match and match[2] in _LAYER_NAMES:
         return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
@@ -152,56 +173,9 @@ def _check_rope_factors(path: Path, factors: TensorSource, head_dim: int) -> Non
         )
 
 
-class _Fields:
-    """Metadata by key, with its type checked; keys of the architecture go without its name."""
-
-    def __init__(self, path: Path, metadata: dict[str, Any]) -> None:
-        self.path = path
-        self.metadata = metadata
-        self.architecture = ""
-
-    def refuse(self, key: str, rule: str, value: object) -> ModelError:
-        return ModelError(f"{self.path}: {key} must be {rule}; got {value!r:.60}")
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self.metadata.get(key, default)
-        if not isinstance(value, str):
-            raise self.refuse(key, "a text", value)
-        return value
-
-    def of_architecture(self, key: str) -> Any:
-        """The field `<architecture>.<key>`, or None."""
-        return self.metadata.get(f"{self.architecture}.{key}")
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive whole number; one that stands once for each layer must be the same for all."""
-        value = self.of_architecture(key)
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
-            value = value[0]
-        if value is None:
-            value = default
-        if type(value) is not int or not 0 < value < 2**40:
-            raise self.refuse(f"{self.architecture}.{key}", "a positive whole number", value)
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number."""
-        value = self.of_architecture(key)
-        if value is None:
-            value = default
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-            raise self.refuse(f"{self.architecture}.{key}", "a positive number", value)
-        return float(value)
-
-    def token_id(self, key: str) -> int | None:
-        value = self.metadata.get(key)
-        if value is not None and (type(value) is not int or value < 0):
-            raise self.refuse(key, "a token id", value)
-        # 2^32 - 1 is how some writers say that there is none
-        return None if value == 0xFFFFFFFF else value
-
-
-def _config(fields: _Fields, tensors: dict[str, TensorSource]) -> dict[str, Any]:
+def _config(
+    fields: GgufFields, tensors: dict[str, TensorSource], mixture: str | None
+) -> dict[str, Any]:
     """The metadata in the words of config.json."""
     for key, neutral in _NEUTRAL_FIELDS.items():
         value = fields.of_architecture(key)
@@ -222,12 +196,13 @@ def _config(fields: _Fields, tensors: dict[str, TensorSource]) -> dict[str, Any]
     if embedding is None or len(embedding.shape) != 2:
         found = None if embedding is None else embedding.shape
         raise fields.refuse("token_embd.weight", "a tensor of two dimensions", found)
-    model_type = fields.architecture
+    model_type = mixture or fields.architecture
     sliding_window = None
-    if model_type == "llama" and fields.of_architecture("attention.sliding_window"):
-        model_type = "mistral"  # the one of the family whose attention looks back a limited way
+    if model_type in ("llama", "mixtral") and fields.of_architecture("attention.sliding_window"):
+        # the ones of the architecture whose attention may look back a limited way
+        model_type = mixture or "mistral"
         sliding_window = fields.count("attention.sliding_window")
-    return {
+    config = {
         "architectures": [_ARCHITECTURE_CLASS[model_type]],
         "model_type": model_type,
         "hidden_size": hidden_size,
@@ -250,9 +225,12 @@ def _config(fields: _Fields, tensors: dict[str, TensorSource]) -> dict[str, Any]
         "torch_dtype": _data_type(tensors),
         **_special_tokens(fields),
     }
+    if mixture is not None:
+        config.update(mixture_config(fields, mixture, config))
+    return config
 
 
-def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
+def _rope_scaling(fields: GgufFields) -> dict[str, Any] | None:
     factor_key = "rope.scaling.factor"
     if not fields.of_architecture(factor_key):
         factor_key = "rope.scale_linear"  # what older files call it
@@ -281,7 +259,7 @@ def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
     return scaling
 
 
-def _special_tokens(fields: _Fields) -> dict[str, Any]:
+def _special_tokens(fields: GgufFields) -> dict[str, Any]:
     """Ids that begin, end and pad; several that end a text are a list, as in config.json."""
     ends = (fields.token_id(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     distinct = list(dict.fromkeys(token for token in ends if token is not None))

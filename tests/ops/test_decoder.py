@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from plain_forward import PlainForward
 from safetensors import safe_open
 from tiny import FAMILIES, reference_logits, tiny_tokens
 from transformers import AutoConfig
@@ -23,7 +24,6 @@ from shadowlane.ops.decoder import (
 )
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.files import TensorSource, open_model
-from shadowlane.ops.rope import inv_freq
 
 CONFIG = {
     "model_type": "llama",
@@ -57,72 +57,6 @@ def load(directory: Path) -> tuple[DecoderConfig, dict[str, torch.Tensor]]:
 
 def sources(cfg: DecoderConfig) -> dict[str, Source]:
     return {name: Source(shape) for name, shape in expected_tensors(cfg).items()}
-
-
-class PlainForward:
-    """The groups in order, in plain torch: what the description says, and nothing else."""
-
-    def __init__(self, cfg: DecoderConfig, weights: dict[str, torch.Tensor]) -> None:
-        self.cfg = cfg
-        self.weights = {name: weight.float() for name, weight in weights.items()}
-        self.keys: dict[int, torch.Tensor] = {}  # layer -> [positions, kv heads, head_dim]
-        self.values: dict[int, torch.Tensor] = {}
-        self.length = 0
-
-    def norm(self, rows: torch.Tensor, name: str | None) -> torch.Tensor:
-        if name is None:
-            return rows
-        scale = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.cfg.norm_eps)
-        return self.weights[name] * (rows * scale)
-
-    def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        frequencies, scaling = inv_freq(self.cfg.rope, self.length)
-        angles = positions[:, None].float() * torch.from_numpy(frequencies)
-        cos, sin = angles.cos()[:, None] * scaling, angles.sin()[:, None] * scaling
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-    def attend(self, group, q, k, v, positions) -> torch.Tensor:
-        cfg, layer = self.cfg, group.layer
-        q = self.rotate(self.norm(q.unflatten(-1, (-1, cfg.head_dim)), group.q_norm), positions)
-        k = self.rotate(self.norm(k.unflatten(-1, (-1, cfg.head_dim)), group.k_norm), positions)
-        v = v.unflatten(-1, (-1, cfg.head_dim))
-        self.keys[layer] = torch.cat([self.keys[layer], k]) if layer in self.keys else k
-        self.values[layer] = torch.cat([self.values[layer], v]) if layer in self.values else v
-        repeats = cfg.num_heads // cfg.num_kv_heads
-        keys = self.keys[layer].repeat_interleave(repeats, dim=1)
-        values = self.values[layer].repeat_interleave(repeats, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q, keys) / cfg.head_dim**0.5
-        distance = positions[:, None] - torch.arange(len(keys))[None]
-        window = cfg.windows[layer] or self.length
-        scores[:, (distance < 0) | (distance >= window)] = -torch.inf
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).flatten(1)
-
-    def __call__(self, token_ids: list[int]) -> np.ndarray:
-        positions = torch.arange(self.length, self.length + len(token_ids))
-        self.length += len(token_ids)
-        rows = outputs = None
-        for group in describe_groups(self.cfg):
-            if group.kind == "embed":
-                matrix = group.parts[0].tensor if group.parts else "model.embed_tokens.weight"
-                rows = self.weights[matrix][token_ids]
-                continue
-            if group.kind == "attn":
-                outputs = [self.attend(group, *outputs, positions)]
-                continue
-            inputs = rows if group.norm is not None else outputs[0]
-            inputs = self.norm(inputs, group.norm)
-            outputs = [
-                torch.nn.functional.linear(
-                    inputs, self.weights[part.tensor], self.weights.get(part.bias)
-                )
-                for part in group.parts
-            ]
-            if group.kind in ("o", "down"):
-                rows = rows + outputs[0]
-            elif group.kind == "gate_up":
-                outputs = [torch.nn.functional.silu(outputs[0]) * outputs[1]]
-        return outputs[0].numpy()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -195,7 +195,6 @@ def test_rope_scaling(path: Path, fields: dict, expected: dict | None) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"expert_count": 8}, r"llama\.expert_count must be absent or one of \(0,\).*got 8"),
         ({"rope.scaling.type": "longrope"}, "must be none, linear or yarn; got 'longrope'"),
         ({"rope.dimension_count": 8}, "must be the head dimension 16"),
         ({"attention.value_length": 32}, "must be the head dimension 16"),
@@ -221,7 +220,7 @@ def test_a_head_count_for_each_layer_may_stand_if_all_are_the_same(path: Path) -
 
 def test_unknown_architectures_and_tensors_are_refused_by_name(path: Path) -> None:
     write_gguf(path, architecture="gemma3")
-    with pytest.raises(ModelError, match="must be one of llama, qwen2, qwen3; got 'gemma3'"):
+    with pytest.raises(ModelError, match=r"must be one of llama, qwen2, qwen3, .*; got 'gemma3'"):
         open_model(path)
     write_gguf(path, extra={"blk.0.ffn_gate_inp.weight": np.ones(4, np.float32)})
     with pytest.raises(ModelError, match=r"'blk\.0\.ffn_gate_inp\.weight' has none"):

@@ -88,6 +88,68 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-bfloat16": {"model_type": "qwen3", "head_dim": 32, "dtype": "bfloat16"},
 }
 
+_QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+_QWEN2_MOE = {
+    "model_type": "qwen2_moe",
+    "shared_expert_intermediate_size": 128,
+    **_QWEN_MOE,
+}
+_QWEN3_MOE = {"model_type": "qwen3_moe", "head_dim": 32, **_QWEN_MOE}
+_OLMOE = {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "sliding_window": 9,
+    # low enough to be reached by activations of a tiny model
+    "swiglu_limit": 1.5,
+    "max_position_embeddings": 1024,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 128,
+    },
+}
+
+# The same for mixtures of experts.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5},
+    "mixtral-window": {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "sliding_window": 11,
+    },
+    "mixtral-bfloat16": {"model_type": "mixtral", "num_local_experts": 4, "dtype": "bfloat16"},
+    "qwen2-moe": _QWEN2_MOE,
+    "qwen2-moe-norm": {**_QWEN2_MOE, "norm_topk_prob": True},
+    "qwen2-moe-plain": {**_QWEN2_MOE, "qkv_bias": False, "tie_word_embeddings": True},
+    "qwen2-moe-mixed": {**_QWEN2_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2},
+    "qwen2-moe-window": {
+        **_QWEN2_MOE,
+        "mlp_only_layers": [1],
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 2,
+    },
+    "qwen3-moe": _QWEN3_MOE,
+    "qwen3-moe-norm": {**_QWEN3_MOE, "norm_topk_prob": True},
+    "qwen3-moe-mixed": {**_QWEN3_MOE, "mlp_only_layers": [0], "attention_bias": True},
+    "qwen3-moe-window": {**_QWEN3_MOE, "use_sliding_window": True, "sliding_window": 10},
+    "qwen3-moe-bfloat16": {**_QWEN3_MOE, "norm_topk_prob": True, "dtype": "bfloat16"},
+    "olmoe": _OLMOE,
+    "olmoe-norm": {**_OLMOE, "norm_topk_prob": True, "attention_bias": True},
+    "olmoe-ungrouped": {**_OLMOE, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "gpt-oss": _GPT_OSS,
+    "gpt-oss-plain": {**_GPT_OSS, "attention_bias": False, "swiglu_limit": 7.0},
+}
+
 
 def _base_options() -> dict[str, Any]:
     return {
@@ -109,9 +171,9 @@ def _base_options() -> dict[str, Any]:
 def write_tiny_model(directory: Path, family: str, **options: Any) -> Path:
     """Writes a random model (config.json and safetensors, no tokenizer) and returns `directory`.
 
-    `family` is a name of FAMILIES or a bare model_type; `options` override the config of either,
-    e.g. `hidden_size=256`, `dtype="bfloat16"`. `max_shard_size="20KB"` splits the weights into
-    shards with an index.
+    `family` is a name of FAMILIES or MIXTURES, or a bare model_type; `options` override the config
+    of either, e.g. `hidden_size=256`, `dtype="bfloat16"`. `max_shard_size="20KB"` splits the
+    weights into shards with an index.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -120,7 +182,7 @@ def write_tiny_model(directory: Path, family: str, **options: Any) -> Path:
     logging.disable_progress_bar()
     directory = Path(directory)
     max_shard_size = options.pop("max_shard_size", "5GB")
-    values = {**_base_options(), **FAMILIES.get(family, {"model_type": family}), **options}
+    values = {**_base_options(), **_case(family), **options}
     dtype = getattr(torch, values["dtype"])
     # transformers completes the rope settings in place; ours must stay as they are.
     values = {
@@ -132,6 +194,10 @@ def write_tiny_model(directory: Path, family: str, **options: Any) -> Path:
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     _cached_model.cache_clear()
     return directory
+
+
+def _case(name: str) -> dict[str, Any]:
+    return FAMILIES.get(name) or MIXTURES.get(name) or {"model_type": name}
 
 
 def _randomize(model: Any) -> None:
