@@ -16,6 +16,7 @@ NUMERIC = {
     "routing_files",
     "experts",
     "chooser",
+    "heat",
     "expert_sim",
 }  # files that may use numpy
 IMPURE = {"time", "random", "os", "threading", "asyncio", "socket", "subprocess", "datetime"}
