@@ -17,6 +17,7 @@ from shadowlane.planner.experts import (
     POLICIES,
     ExpertCache,
     Ids,
+    Keys,
     Policy,
     Scores,
     is_on_cliff,
@@ -99,14 +100,14 @@ class Chooser:
         place = self._place.get(layer)
         if place is None:
             return
-        ids = np.asarray(ids, np.intp)
-        self._scores.touch(place, ids)
+        chosen: Keys = np.asarray(ids, np.intp)
+        self._scores.touch(place, chosen)
         for at, ghost in enumerate(self._ghosts):
-            num_missing = int(np.count_nonzero(serve(ghost, place, ids)))
+            num_missing = int(np.count_nonzero(serve(ghost, place, chosen)))
             if is_decode:
                 self._now[at] += num_missing
         if is_decode:
-            self._now_choices += len(ids)
+            self._now_choices += len(chosen)
 
     def _end_step(self) -> None:
         if not self._now_choices:

@@ -28,16 +28,17 @@ from shadowlane.planner.heat import Heat
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-Ids = npt.NDArray[np.integer] | Iterable[int]  # type: ignore[type-arg]
+Keys = npt.NDArray[np.intp]
+Ids = npt.ArrayLike  # whole numbers, one dimension
 
 ScoreKind = Literal["static", "lru", "frequency", "mixture"]
 Scope = Literal["global", "layer"]
 
 # Fitted to the routing of Qwen3-30B-A3B and Gemma-4-26B, 10 to 50 % of the experts in RAM; twice
 # or half of each costs less than half a point of hit rate.
-SHORT_HALF_LIFE = 16.0
-LONG_HALF_LIFE = 128.0
-RECENCY = 0.2  # what the visit just now is worth; 1 / (1 + age) of it later
+SHORT_KEEP = 0.5 ** (1 / 16)  # half forgotten after 16 visits
+LONG_KEEP = 0.5 ** (1 / 128)
+RECENCY = 0.4  # what the visit just now is worth; 1 / (1 + age) of it later
 
 LEAST_RATE = 1e-12  # keeps rates that decay for long away from denormal numbers, which are slow
 EVEN = 1e-9  # prefers low ids where nothing else tells experts apart: spreads over the layers
@@ -98,7 +99,7 @@ class Scores:
             raise ValueError(f"heat must be {shape}; got {heat.counts.shape}")
         rates = np.zeros(shape) if heat is None else heat.rates.copy()
         self.expected: Floats = rates - EVEN * np.arange(num_experts)
-        self._visits = np.zeros(num_layers)
+        self._visits = [0] * num_layers
         known = COLD_VISITS if heat is None else min(max(heat.visits, COLD_VISITS), WARM_VISITS)
         self._known_visits = known
         self._num_routes = 0
@@ -109,19 +110,24 @@ class Scores:
         if self._lru is not None:
             self._lru -= self.expected.max() + 1  # before the first route, by expectation
         self._frequencies = [
-            (rows, 0.5 ** (1 / half_life))
+            (list(rows), 0.5 ** (1 / half_life))
             for (score, half_life), rows in self._rows.items()
             if score == "frequency"
         ]
         self._mixture = self._rows.get(("mixture", 0.0))
         if self._mixture is not None:
-            self._short, self._long = self.expected.copy(), self.expected.copy()
-            self._last = np.full(shape, -1e6)
+            self._short, self._long = list(self.expected.copy()), list(self.expected.copy())
+            self._last = list(np.full(shape, -1e6))
+
+    @property
+    def num_visits(self) -> int:
+        """Of the layer that was visited most."""
+        return max(self._visits)
 
     def rows(self, policy: Policy) -> Floats:
         return self._rows[_key(policy)]
 
-    def touch(self, layer: int, ids: npt.NDArray[np.intp]) -> None:
+    def touch(self, layer: int, ids: Keys) -> None:
         """A route of `layer` chose these experts (distinct, or counted once)."""
         self._num_routes += 1
         self._visits[layer] += 1
@@ -130,24 +136,24 @@ class Scores:
         for rows, keep in self._frequencies:
             _decay(rows[layer], ids, keep)
         if self._mixture is not None:
-            visit = self._visits[layer]
+            visits = self._visits[layer]
             short, long, last = self._short[layer], self._long[layer], self._last[layer]
-            _decay(short, ids, 0.5 ** (1 / SHORT_HALF_LIFE))
+            _decay(short, ids, SHORT_KEEP)
             # A plain mean until it has seen enough to forget.
-            newest = max(1 - 0.5 ** (1 / LONG_HALF_LIFE), 1 / (self._known_visits + visit))
-            _decay(long, ids, 1 - newest)
-            last[ids] = visit
-            row = RECENCY / (visit + 1 - last)
-            row += 0.5 * short
-            row += 0.5 * long
-            self._mixture[layer] = row
+            _decay(long, ids, min(LONG_KEEP, 1 - 1 / (self._known_visits + visits)))
+            last[ids] = visits
+            row = self._mixture[layer]
+            np.subtract(visits + 1, last, out=row)  # 1 for what was chosen just now
+            np.divide(RECENCY, row, out=row)
+            row += short
+            row += long
 
 
 def _key(policy: Policy) -> tuple[ScoreKind, float]:
     return policy.score, policy.half_life if policy.score == "frequency" else 0.0
 
 
-def _decay(rates: Floats, ids: npt.NDArray[np.intp], keep: float) -> None:
+def _decay(rates: Floats, ids: Keys, keep: float) -> None:
     rates *= keep
     rates += LEAST_RATE
     rates[ids] += 1 - keep
@@ -190,7 +196,7 @@ class ExpertCache:
         share, over = divmod(slots, num_layers)
         self._quotas = share + (np.arange(num_layers) < over)  # fair shares, for scope "layer"
         self._is_newest = np.zeros(num_keys, np.bool_)  # chosen by the newest route
-        self._newest: npt.NDArray[np.intp] = np.zeros(0, np.intp)
+        self._newest: Keys = np.zeros(0, np.intp)
         self._priority = np.full(num_keys, np.inf)  # score of what may go, inf of the rest
         self.use(policy)
 
@@ -207,15 +213,15 @@ class ExpertCache:
         ids: the distinct experts that it chose; given twice, one counts twice as hit or miss, and
         once in all else.
         """
-        ids = np.asarray(ids, np.intp)
+        chosen: Keys = np.asarray(ids, np.intp)
         if self._owns_scores:
-            self._scores.touch(layer, ids)
+            self._scores.touch(layer, chosen)
         first = layer * self.num_experts
-        keys = ids + first
+        keys = chosen + first
         self._counts[keys] += 1
         self._is_newest[self._newest] = False
-        before = self._newest[self._resident[self._newest]]
-        self._priority[before] = self._score[before]
+        before = self._newest
+        self._priority[before] = np.where(self._resident[before], self._score[before], np.inf)
         row = slice(first, first + self.num_experts)
         np.copyto(self._priority[row], self._score[row], where=self._resident[row])
         self._priority[keys] = np.inf
@@ -276,11 +282,11 @@ class ExpertCache:
     def __len__(self) -> int:
         return self._num_held
 
-    def resident(self) -> npt.NDArray[np.intp]:
+    def resident(self) -> Keys:
         """Keys that have a slot, rising."""
         return np.flatnonzero(self._resident)
 
-    def wanted(self) -> npt.NDArray[np.intp]:
+    def wanted(self) -> Keys:
         """[slots] keys to fill the slots with at the start, most wanted first.
 
         By remembered heat; without, as many of each layer.
@@ -296,7 +302,7 @@ class ExpertCache:
     def heat(self, model: str) -> Heat:
         """What this run has seen, without what was remembered from earlier ones."""
         counts = self._counts.reshape(self.num_layers, self.num_experts)
-        visits = float(self._scores._visits.max())
+        visits = float(self._scores.num_visits)
         return Heat(model, visits, counts.copy())
 
     def _rows_by_claim(self, layer: int) -> Iterator[slice]:
@@ -319,9 +325,9 @@ def serve(cache: ExpertCache, layer: int, ids: Ids) -> Bools:
 
     Returns which of `ids` had to be read. Where there is no slot for one, it passes through.
     """
-    ids = np.asarray(ids, np.intp)
-    is_missing = ~cache.touch(layer, ids)
-    for each in ids[is_missing].tolist():
+    chosen: Keys = np.asarray(ids, np.intp)
+    is_missing = ~cache.touch(layer, chosen)
+    for each in chosen[is_missing].tolist():
         key = layer * cache.num_experts + each
         if key in cache:
             continue
