@@ -22,6 +22,7 @@ from shadowlane.ops.expert_matrices import (
     ExpertMatrix,
     check_experts,
     check_no_more_experts,
+    check_not_transposed,
     expert_bias_names,
     read_experts,
 )
@@ -252,6 +253,7 @@ def check_tensors(cfg: DecoderConfig, tensors: Mapping[str, TensorSource]) -> li
     Raises ModelError, one line, for missing or mis-shaped tensors, for rows that are no whole
     number of packed blocks, and for tensors whose absence from the sums would change the result.
     """
+    check_not_transposed(cfg, tensors)
     expected = expected_tensors(cfg)
     missing = [name for name in expected if name not in tensors]
     if missing:

@@ -81,6 +81,22 @@ def check_experts(cfg: DecoderConfig, tensors: Mapping[str, TensorSource]) -> se
     return names
 
 
+def check_not_transposed(cfg: DecoderConfig, tensors: Mapping[str, TensorSource]) -> None:
+    """GPT-OSS in safetensors has its experts transposed, gate and up mixed: no row in one piece.
+
+    Width and hidden size are the same in real ones, so shapes would not tell.
+    """
+    if cfg.moe is None or cfg.family != "gpt_oss":
+        return
+    for layer in cfg.moe.sparse_layers:
+        name = f"{_prefix(layer)}.gate_up_proj"
+        if name in tensors:
+            raise ModelError(
+                f"{name}: each row of an expert must lie in one piece; in safetensors the experts "
+                "of gpt_oss are transposed, in GGUF they are not"
+            )
+
+
 def check_no_more_experts(cfg: DecoderConfig, name: str) -> None:
     """Say what is wrong where a tensor that nobody expects belongs to an expert too many."""
     match = _EXPERT.fullmatch(name)
@@ -117,12 +133,6 @@ def _expected(
         }
     if not is_fused:
         return {f"{prefix}.{matrix}_proj": (count, *shapes[matrix]) for matrix in MATRICES}
-    if cfg.family == "gpt_oss":
-        # hidden and inner are the same in real ones, so the shape would not tell
-        raise ModelError(
-            f"{prefix}.gate_up_proj: each row of an expert must lie in one piece, which the "
-            "experts of gpt_oss do in GGUF only; this file has them transposed"
-        )
     rows, cols = shapes["gate"]
     return {
         f"{prefix}.gate_up_proj": (count, 2 * rows, cols),
