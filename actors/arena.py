@@ -30,6 +30,7 @@ DISK_STATISTICS = 16  # int64 fields
 DISK_SPAN_RING = 1 << 15
 DISK_SPAN_FIELDS = 5  # step, block, start_ns, end_ns, bytes
 MAX_PIECES_PER_GROUP = 4
+MAX_NAME = 249  # bytes of the name of an anonymous file
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,15 @@ class Arena:
         self.base = int(self.memory.ctypes.data)
 
     @classmethod
-    def create(cls, nbytes: int) -> Arena:
-        """A new arena, all zero. Raises OSError where the system has no room for it."""
-        descriptor = os.memfd_create("shadowlane", os.MFD_CLOEXEC)
+    def create(cls, nbytes: int, of: str = "") -> Arena:
+        """A new arena, all zero. Raises OSError where the system has no room for it.
+
+        of: the model's path, which its name shows to `shadowlane ps`; the end of a long one.
+        """
+        name = os.fsencode(f"shadowlane {of}")
+        if len(name) > MAX_NAME:
+            name = b"shadowlane ..." + name[-(MAX_NAME - 14) :]
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)  # type: ignore[arg-type]
         os.ftruncate(descriptor, nbytes)
         return cls(descriptor, nbytes, ArenaHandle(os.getpid(), descriptor, nbytes))
 
@@ -100,7 +107,7 @@ def check_room(nbytes: int, free: FreeRam | None = None) -> None:
     if nbytes > free.free_nbytes:
         raise MemoryError(
             f"the plan needs {format_size(nbytes)} of RAM; {free.source} leaves "
-            f"{format_size(free.free_nbytes)} (a smaller --ram streams more from disk)"
+            f"{format_size(free.free_nbytes)} (a smaller RAM budget streams more from disk)"
         )
 
 

@@ -122,7 +122,7 @@ class Engine:
         first = self._first_placement(profile)
         self.layout = plan_layout(self.blueprint, first)
         check_room(self.layout.nbytes)
-        arena = self.arena = Arena.create(self.layout.nbytes)
+        arena = self.arena = Arena.create(self.layout.nbytes, str(self.files.root))
         self.gauges = Gauges(arena, self.layout, self.lanes)
         self._records = RecordWriter(arena, self.layout, self.blueprint.options.max_batch)
         self._logits = arena.view(

@@ -137,10 +137,16 @@ def _rebuild_infeasible(message: str, parts: Mapping[str, int], budget: int) -> 
 
 
 def show_nbytes(nbytes: int) -> str:
-    """Exact where small, otherwise MiB with two digits after the point."""
-    if abs(nbytes) < 1 << 20:
+    """Bytes for reading, in binary units with three or four digits: "93.8 MiB", "512 B"."""
+    sign, value = "-" if nbytes < 0 else "", float(abs(nbytes))
+    if value < 1024:
         return f"{nbytes} B"
-    return f"{nbytes / (1 << 20):.2f} MiB"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1023.95 or unit == "TiB":  # what would be shown as 1024 is one of the next
+            break
+    digits = 0 if value >= 1000 else 1 if value >= 10 else 2
+    return f"{sign}{value:.{digits}f} {unit}"
 
 
 def whole_pages(nbytes: int) -> int:

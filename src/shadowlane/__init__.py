@@ -5,9 +5,11 @@ from shadowlane import LLM, SamplingParams
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+# Type checkers take the name for `typing`'s, which the command line shall not wait for.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from shadowlane.llm import LLM, Completion, plan_model, profile_model
     from shadowlane.ops.sampling import SamplingParams
 

@@ -5,15 +5,28 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from shadowlane.arguments import (
+    DTYPES,
+    KV_NAMES,
+    MAX_SPIN_US,
+    PACK_NAMES,
+    check_model,
+    check_progress,
+    lane_shares,
+    one_of,
+    switch,
+    whole_number,
+)
 from shadowlane.models import resolve_model
 from shadowlane.ops.sampling import SamplingParams
+from shadowlane.prompts import as_ids, as_messages, as_prompt, as_prompts, checked_params
 from shadowlane.sizes import free_ram, parse_size
 
 if TYPE_CHECKING:
@@ -26,6 +39,8 @@ if TYPE_CHECKING:
 Progress = Callable[[str, float | None], None]
 Message = Mapping[str, str]
 POLL_S = 0.05  # how often the stage of a loading engine is asked for
+CLOSED_S = 10.0  # what a closed stream may take to end: a step, which may have to read the disk
+KEPT_CLOSED = 16  # closed streams whose end may still be waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +95,15 @@ class LLM:
         dashboard: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        tell = progress or (lambda stage, fraction: None)
         self._engine: Any = None
         self._cluster: Cluster | None = None
-        path, notes = _chosen_weights(resolve_model(str(model), tell), weights, tell)
-        spec = make_spec(
-            path,
+        self._closed: deque[Any] = deque(maxlen=KEPT_CLOSED)  # streams that may not have ended yet
+        tell = check_progress(progress)
+        switch("dashboard", dashboard)
+        spec = _prepare(
+            model,
+            weights,
+            tell,
             ram=ram,
             cpu_threads=cpu_threads,
             cpu_workers=cpu_workers,
@@ -101,7 +119,6 @@ class LLM:
             shares=shares,
             spin_us=spin_us,
         )
-        spec = replace(spec, notes=(*notes, *spec.notes))
         from shadowlane.actors.cluster import is_joined, join_cluster, running_address
 
         is_running = is_joined()
@@ -180,36 +197,34 @@ class LLM:
         params: SamplingParams | None = None,
     ) -> list[Completion]:
         """Continue one prompt or several, texts or lists of token ids; answers in their order."""
-        many = _as_prompts(prompts)
-        answers = self._call("generate", many, _checked(params))
+        answers = self._call("generate", as_prompts(prompts), checked_params(params))
         return [_completion(answer) for answer in answers]
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """Answer a conversation; what an earlier call has in the KV cache is not computed again."""
-        made = [_as_messages(messages)]
-        return _completion(self._call("generate", made, _checked(params))[0])
+        made = [as_messages(messages)]
+        return _completion(self._call("generate", made, checked_params(params))[0])
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> Iterator[Chunk]:
         """The continuation, a token at a time. Closing the iterator cancels the request."""
-        (only,) = _as_prompts(prompt if isinstance(prompt, str) else [prompt])
-        return self._stream(only, params)
+        return self._stream(as_prompt(prompt), checked_params(params))
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
     ) -> Iterator[Chunk]:
         """Like `chat`, a token at a time."""
-        return self._stream(_as_messages(messages), params)
+        return self._stream(as_messages(messages), checked_params(params))
 
-    def _stream(self, prompt: Any, params: SamplingParams | None) -> Iterator[Chunk]:
+    def _stream(self, prompt: Any, params: SamplingParams) -> Iterator[Chunk]:
         import ray
 
         if self._engine is None:
             raise ValueError("the model has been closed")
         request = f"{os.getpid()}-{time.monotonic_ns()}"
         remote = self._engine.stream_chunks.options(num_returns="streaming")
-        references = remote.remote(request, prompt, _checked(params))
+        references = remote.remote(request, prompt, params)
         is_over = False
         try:
             for reference in references:
@@ -221,10 +236,11 @@ class LLM:
                 # Beside the calls that listen, which may all be taken.
                 control = self._engine.call.options(concurrency_group="control")
                 control.remote("cancel", request)
+                self._closed.append(references)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """What the model says after each token: float32 [tokens, vocab]."""
-        return self._call("logits", _as_ids(token_ids))  # type: ignore[no-any-return]
+        return self._call("logits", as_ids(token_ids))  # type: ignore[no-any-return]
 
     def log_probabilities(self, token_ids: Sequence[int], first: int = 0) -> np.ndarray:
         """How likely each token was, given those before it: float32 [tokens - 1 - first].
@@ -232,7 +248,8 @@ class LLM:
         Natural logarithms, of token first + 1 and those after it. Much smaller than `logits`, from
         which they come.
         """
-        return self._call("log_probabilities", _as_ids(token_ids), first)  # type: ignore[no-any-return]
+        start = whole_number("first", first, 0)
+        return self._call("log_probabilities", as_ids(token_ids), start)  # type: ignore[no-any-return]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with what the model expects before it.
@@ -251,8 +268,23 @@ class LLM:
         return self._call("plan")  # type: ignore[no-any-return]
 
     def stats(self) -> dict[str, Any]:
-        """Speeds, bytes per tier and lane use of the newest request."""
+        """Speeds, bytes per tier and lane use of the newest request.
+
+        A stream that was closed ends with the step that runs, for which this waits. Raises
+        ValueError while the newest request runs, and before the first.
+        """
+        self._wait_for_closed()
         return self._call("stats")  # type: ignore[no-any-return]
+
+    def _wait_for_closed(self) -> None:
+        import ray
+
+        if not self._closed or not ray.is_initialized():
+            return
+        ends = {each.completed(): each for each in self._closed}
+        over, _ = ray.wait(list(ends), num_returns=len(ends), timeout=CLOSED_S)
+        for end in over:
+            self._closed.remove(ends[end])
 
     def lane_use(self) -> tuple[float, dict[str, tuple[float, int]]]:
         """(monotonic s, lane -> (busy s, bytes moved)) since the start, for meters."""
@@ -294,36 +326,28 @@ def make_spec(
     from shadowlane.actors.spec import PREFILL_CHUNK, SPIN_US, EngineSettings, Options, ServiceSpec
     from shadowlane.ops.table import MAX_DECODE_ROWS
 
-    for name, value in (
-        ("cpu_threads", cpu_threads),
-        ("cpu_workers", cpu_workers),
-        ("ctx_size", ctx_size),
-        ("max_batch", max_batch),
-        ("prefill_chunk", prefill_chunk),
-        ("logit_rows", logit_rows),
-    ):
-        if value is not None and not isinstance(value, int):
-            raise ValueError(f"{name} must be a whole number; got {value!r}")
-    cores, notes = assign_cores(cpu_threads, cpu_workers)
-    budget = free_ram().budget_nbytes if ram is None else parse_size(ram, "ram")
+    threads = None if cpu_threads is None else whole_number("cpu_threads", cpu_threads, 1)
+    cores, notes = assign_cores(threads, whole_number("cpu_workers", cpu_workers, 1))
     options = Options(
-        dtype=dtype,
-        kv=kv,
-        context=ctx_size,
-        max_batch=max_batch,
-        logit_rows=MAX_DECODE_ROWS if logit_rows is None else logit_rows,
-        prefill_chunk=PREFILL_CHUNK if prefill_chunk is None else prefill_chunk,
+        dtype=None if dtype is None else one_of("dtype", dtype, DTYPES),
+        kv=None if kv is None else one_of("kv", kv, KV_NAMES),
+        context=None if ctx_size is None else whole_number("ctx_size", ctx_size, 1),
+        max_batch=whole_number("max_batch", max_batch, 1, MAX_DECODE_ROWS),
+        logit_rows=MAX_DECODE_ROWS
+        if logit_rows is None
+        else whole_number("logit_rows", logit_rows, 1),
+        prefill_chunk=PREFILL_CHUNK
+        if prefill_chunk is None
+        else whole_number("prefill_chunk", prefill_chunk, 1),
     )
-    if spin_us is not None and spin_us < 0:
-        raise ValueError(f"spin_us must not be negative; got {spin_us}")
     settings = EngineSettings(
-        ram=budget,
+        ram=free_ram().budget_nbytes if ram is None else parse_size(ram, "ram"),
         cores=tuple(cores),
-        direct=direct_io,
-        prefetch=prefetch,
-        replan=replan,
-        shares=None if shares is None else tuple(shares),
-        spin_us=SPIN_US if spin_us is None else spin_us,
+        direct=switch("direct_io", direct_io),
+        prefetch=switch("prefetch", prefetch),
+        replan=switch("replan", replan),
+        shares=None if shares is None else lane_shares(shares, len(cores)),
+        spin_us=SPIN_US if spin_us is None else whole_number("spin_us", spin_us, 0, MAX_SPIN_US),
     )
     return ServiceSpec(path.absolute(), options, settings, notes)
 
@@ -352,13 +376,11 @@ def plan_model(
 
     Raises InfeasiblePlan (a ValueError) naming the deficit, ModelError, ValueError.
     """
+    weights = options.pop("weights", None)
+    spec = _prepare(model, weights, check_progress(progress), **options)
     from shadowlane.actors.preview import preview
 
-    tell = progress or _silent
-    weights = options.pop("weights", None)
-    path, notes = _chosen_weights(resolve_model(str(model), tell), weights, tell)
-    planned = preview(make_spec(path, **options))
-    return {**planned, "notes": [*notes, *planned.get("notes", ())]}
+    return preview(spec)
 
 
 def profile_model(
@@ -368,17 +390,29 @@ def profile_model(
 
     A profile belongs to a model, its types and the threads of each lane.
     """
+    weights = options.pop("weights", None)
+    switch("refresh", refresh)
+    spec = _prepare(model, weights, check_progress(progress), **options)
     from shadowlane.actors.preview import cached_profile, forget_profile, profile_report
 
-    tell = progress or _silent
-    path, _ = _chosen_weights(resolve_model(str(model), tell), options.pop("weights", None), tell)
-    spec = make_spec(path, **options)
     if refresh:
         forget_profile(spec)
     if cached_profile(spec) is None:
-        with LLM(path, progress=progress, **options):
+        with LLM(spec.root, progress=progress, **options):
             pass
     return profile_report(spec)
+
+
+def _prepare(
+    model: str | Path, weights: PackLayout | None, tell: Progress, **options: Any
+) -> ServiceSpec:
+    """What `LLM` is asked to serve. Refuses bad arguments before it fetches or packs a model."""
+    name = check_model(model)
+    if weights is not None:
+        one_of("weights", weights, PACK_NAMES)
+    spec = make_spec(Path(), **options)
+    path, notes = _chosen_weights(resolve_model(name, tell), weights, tell)
+    return replace(spec, root=path.absolute(), notes=(*notes, *spec.notes))
 
 
 def _chosen_weights(
@@ -391,55 +425,6 @@ def _chosen_weights(
 
     path, note = packed_model(path, weights, tell)
     return path, (note,)
-
-
-def _silent(stage: str, fraction: float | None = None) -> None:
-    return
-
-
-def _as_prompts(prompts: Any) -> list[Any]:
-    """One prompt or several, as texts and lists of ids. Raises ValueError for anything else."""
-    if isinstance(prompts, str):
-        return [prompts]
-    try:
-        many = list(prompts)
-    except TypeError:
-        raise ValueError(f"a prompt must be a text or a list of ids; got {prompts!r}") from None
-    if many and _is_id(many[0]):
-        return [_as_ids(many)]
-    return [each if isinstance(each, str) else _as_ids(each) for each in many]
-
-
-def _is_id(value: Any) -> bool:
-    try:
-        index(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _as_ids(token_ids: Any) -> list[int]:
-    try:
-        return [index(token) for token in token_ids]
-    except TypeError:
-        raise ValueError(f"token ids must be whole numbers; got {token_ids!r}") from None
-
-
-def _as_messages(messages: Any) -> list[Message]:
-    made = []
-    for message in [messages] if isinstance(messages, str | Mapping) else messages:
-        if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
-            raise ValueError(
-                f"messages must be dicts with role and content, in a list; got {message!r}"
-            )
-        made.append(dict(message))
-    return made
-
-
-def _checked(params: SamplingParams | None) -> SamplingParams:
-    if params is not None and not isinstance(params, SamplingParams):
-        raise ValueError(f"params must be SamplingParams; got {params!r}")
-    return params or SamplingParams()
 
 
 def _completion(answer: dict[str, Any]) -> Completion:

@@ -113,7 +113,10 @@ def resolve_model(name: str | Path, progress: Progress = _silent) -> Path:
     text = str(name)
     if text in KNOWN:
         return _fetch_known(KNOWN[text], progress)
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:  # the home of somebody who is not there
+        raise ModelError(f"no such model: there is no home directory for {text}") from None
     if text and path.is_dir():  # an empty text would be the working directory
         return path
     if path.is_file():
@@ -143,6 +146,17 @@ def cached_models() -> list[CachedModel]:
             nbytes = sum(p.stat().st_size for p in snapshot.rglob("*") if p.is_file())
             found.append(CachedModel(name, snapshot, nbytes))
     return found
+
+
+def typed_name(path: str | Path) -> str:
+    """What to type for the model at `path`: a known name, a Hugging Face id, else the path."""
+    for model in KNOWN.values():
+        if Path(path) == model.path:
+            return model.name
+    parts = Path(path).parts
+    if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        return parts[-3].removeprefix("models--").replace("--", "/", 1)
+    return str(path)
 
 
 # -- known models: one file in a wheel ------------------------------------------------------------

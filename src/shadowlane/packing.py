@@ -38,9 +38,9 @@ def write_packed(model: Path, weights: PackLayout, out: Path, progress: Progress
     files = open_model(model)
     check_packable(files, weights)
     if out.is_dir():
-        raise ValueError(f"FILE must be a file; {out} is a directory")
+        raise ValueError(f"out must be a file; {out} is a directory")
     if out.absolute().parent.resolve() == files.root.resolve():
-        raise ValueError(f"FILE must not lie in the model's own directory; got {out}")
+        raise ValueError(f"out must not lie in the model's own directory; got {out}")
     stage = f"packing {files.root.name} as {weights}"
     progress(stage, 0.0)
     return pack_model(

@@ -9,11 +9,15 @@ from pathlib import Path
 def cache_dir() -> Path:
     """`$SHADOWLANE_CACHE`, else `$XDG_CACHE_HOME/shadowlane`, else `~/.cache/shadowlane`.
 
+    Raises ValueError where the variable cannot be a folder.
     Not created here: whoever writes does that, so that reading commands leave no trace.
     """
     chosen = os.environ.get("SHADOWLANE_CACHE")
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        try:
+            return Path(chosen).expanduser().absolute()
+        except RuntimeError:  # the home of somebody who is not there
+            raise ValueError(f"SHADOWLANE_CACHE must be a folder; got {chosen!r}") from None
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says that a relative path is to be ignored.
     parent = Path(base) if os.path.isabs(base) else Path.home() / ".cache"

@@ -47,7 +47,33 @@ class Perplexity:
 def check_window(window: int) -> None:
     """Raise ValueError for a window that has no second half."""
     if window < 4:
-        raise ValueError(f"ctx_size must be at least 4 for perplexity; got {window}")
+        raise ValueError(f"window must be at least 4 for perplexity; got {window}")
+
+
+def check_text(model: Path, text: str, window: int = WINDOW_TOKENS) -> None:
+    """Raise, before an engine is started for it, where the text cannot be measured.
+
+    ModelError for a model without tokenizer, ValueError for a text of less than a window.
+    """
+    from shadowlane.ops.files import open_model
+    from shadowlane.ops.tokenizer import load_tokenizer
+    from shadowlane.paths import cache_dir
+    from shadowlane.texts import check_reads_text
+
+    check_reads_text(model, "perplexity")
+    tokenizer = load_tokenizer(open_model(model), cache_dir())
+    assert tokenizer is not None, "its files are there"
+    # The beginning of a long text says as much as all of it, and sooner.
+    start = text[: 64 * window]
+    if start == text or len(tokenizer.encode(start)) < window:
+        _check_length(len(tokenizer.encode(text)), window)
+
+
+def _check_length(num_tokens: int, window: int) -> None:
+    if num_tokens < window:
+        raise ValueError(
+            f"the text must have at least {window} tokens, one window; got {num_tokens}"
+        )
 
 
 def measure_perplexity(
@@ -60,11 +86,8 @@ def measure_perplexity(
     check_window(window)
     tokens = llm.encode(text) if isinstance(text, str) else [int(token) for token in text]
     around = llm.encode("") if isinstance(text, str) else []
+    _check_length(len(tokens), window)
     count = len(tokens) // window
-    if not count:
-        raise ValueError(
-            f"the text must have at least {window} tokens, one window; got {len(tokens)}"
-        )
     first = window // 2
     scores: list[float] = []
     for number in range(count):

@@ -9,7 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from numbers import Integral
 from pathlib import Path
+
+from shadowlane.planner.placement import show_nbytes
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -45,8 +48,8 @@ def parse_size(size: str | int, name: str = "size") -> int:
     Units are not case-sensitive; fractions of a byte are dropped. An int is taken as bytes.
     `name` is what an error calls the value. Raises ValueError for anything else, and below 1 byte.
     """
-    if isinstance(size, int):
-        nbytes = size
+    if isinstance(size, Integral) and not isinstance(size, bool):
+        nbytes = int(size)
     else:
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
         if match is None or match[2].lower() not in _UNITS:
@@ -58,19 +61,13 @@ def parse_size(size: str | int, name: str = "size") -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """`nbytes` for reading, in binary units with three or four digits: "93.8 MiB", "512 B"."""
+    """`nbytes` for reading, in binary units with three or four digits: "93.8 MiB", "512 B".
+
+    The planner's own messages show bytes with the same function.
+    """
     if nbytes < 0:
         raise ValueError(f"nbytes must not be negative; got {nbytes}")
-    if nbytes < KIB:
-        return f"{nbytes} B"
-    units = ["TiB", "GiB", "MiB", "KiB"]
-    unit = units.pop()
-    value = nbytes / KIB
-    while value >= 1023.95 and units:
-        unit = units.pop()
-        value /= 1024
-    digits = 0 if value >= 1000 else 1 if value >= 10 else 2
-    return f"{value:.{digits}f} {unit}"
+    return show_nbytes(nbytes)
 
 
 @dataclass(frozen=True, slots=True)

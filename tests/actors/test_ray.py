@@ -139,6 +139,21 @@ def test_a_closed_stream_frees_its_slot(llm: LLM, expected: tuple[int, ...]) -> 
         llm.generate(list(PROMPT) * 20, PARAMS)
 
 
+def test_figures_of_a_closed_stream_come_at_once(llm: LLM) -> None:
+    for _ in range(3):  # the step that runs ends sometimes before the question, mostly after it
+        stream = llm.stream(PROMPT, LONG)
+        next(stream)
+        stream.close()
+        figures = llm.stats()
+        assert figures["finish_reason"] == "cancelled"
+        assert 0 < figures["completion_tokens"] < 400
+    stream = llm.stream(PROMPT, LONG)
+    next(stream)
+    with pytest.raises(ValueError, match="still running"):  # it was not closed
+        llm.stats()
+    stream.close()
+
+
 def test_a_stream_can_be_closed_while_all_listeners_are_taken(
     llm: LLM, expected: tuple[int, ...]
 ) -> None:

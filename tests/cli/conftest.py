@@ -10,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
 import shadowlane
@@ -169,15 +171,22 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
     monkeypatch.setitem(vars(shadowlane), "SamplingParams", SamplingParams)
     monkeypatch.setitem(vars(shadowlane), "LLM", fake)
     monkeypatch.setenv("SHADOWLANE_CACHE", str(tmp_path / "cache"))
+    # as many cores as any of the tests asks for
+    monkeypatch.setattr("shadowlane.actors.machine.usable_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr("shadowlane.actors.machine.quota_cores", lambda: None)
     return fake
 
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    """A directory that passes for a model as far as names go."""
+    """A directory that passes for a model as far as names and headers go."""
     folder = tmp_path / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    config = {"model_type": "llama", "max_position_embeddings": 8192}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"weight": np.zeros(1, np.float32)}, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
 

@@ -288,7 +288,7 @@ def test_timeline_copies_the_last_run(
 
 def test_ps_finds_processes_by_their_arena(shadowlane_command: Command) -> None:
     nbytes = 3 << 20
-    arena = os.memfd_create("shadowlane-test")
+    arena = os.memfd_create("shadowlane /models/my own.gguf")
     os.ftruncate(arena, nbytes)
     code = (
         "import mmap, sys; m = mmap.mmap(int(sys.argv[1]), 0); "
@@ -310,7 +310,9 @@ def test_ps_finds_processes_by_their_arena(shadowlane_command: Command) -> None:
     entry = next(entry for entry in listed if entry["pid"] == child.pid)
     assert child.pid not in before
     assert entry["arena_nbytes"] == nbytes
+    assert entry["model"] == "/models/my own.gguf"
     assert entry["own_nbytes"] > mmap.PAGESIZE
+    assert "/models/my own.gguf" in shown
     assert "3.00 MiB" in shown
     assert child.pid not in {process.pid for process in engine_processes()}
 

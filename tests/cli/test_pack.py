@@ -6,10 +6,14 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from shutil import copytree
 
 import numpy as np
 import pytest
+import tokenizers
 from tiny import write_tiny_model
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from typer.testing import Result
 
 from shadowlane.ops.files import open_model
@@ -64,6 +68,14 @@ def test_a_text_of_less_than_a_window_is_refused() -> None:
         measure_perplexity(Reader(0.5), "abc")  # type: ignore[arg-type]
 
 
+def write_letters(folder: Path) -> None:
+    """A tokenizer of a token for each letter."""
+    vocabulary = {chr(code): code - 32 for code in range(32, 127)}
+    backend = tokenizers.Tokenizer(WordLevel(vocabulary, unk_token=" "))
+    backend.pre_tokenizer = Split("", "isolated")
+    (folder / "tokenizer.json").write_text(backend.to_str())
+
+
 def test_pack_writes_a_file_that_opens(
     shadowlane_command: Command, tiny: Path, tmp_path: Path
 ) -> None:
@@ -81,10 +93,10 @@ def test_pack_writes_a_file_that_opens(
 def test_pack_refuses_in_one_line(fails: Callable[..., str], tiny: Path, tmp_path: Path) -> None:
     assert "a file to write is needed: -o" in fails("pack", tiny)
     (tmp_path / "there.gguf").write_text("kept")
-    assert "FILE must not exist yet" in fails("pack", tiny, "-o", tmp_path / "there.gguf")
+    assert "--out must not exist yet" in fails("pack", tiny, "-o", tmp_path / "there.gguf")
     assert (tmp_path / "there.gguf").read_text() == "kept"
-    assert "FILE must end in .gguf" in fails("pack", tiny, "-o", tmp_path / "out.bin")
-    assert "must not lie in the model's own" in fails("pack", tiny, "-o", tiny / "out.gguf")
+    assert "--out must end in .gguf" in fails("pack", tiny, "-o", tmp_path / "out.bin")
+    assert "--out must not lie in the model's own" in fails("pack", tiny, "-o", tiny / "out.gguf")
     nowhere = tmp_path / "nowhere" / "out.gguf"
     assert "cannot be written: No such file" in fails("pack", tiny, "-o", nowhere)
     write_packed(tiny, "q8_0", tmp_path / "done.gguf", lambda stage, done: None)
@@ -95,26 +107,45 @@ def test_pack_refuses_in_one_line(fails: Callable[..., str], tiny: Path, tmp_pat
     assert "must be a text in UTF-8" in fails(
         "pack", tiny, "-o", out, "--text", tmp_path / "bad.txt"
     )
+    (tmp_path / "good.txt").write_text("some letters")
+    text = ("--text", tmp_path / "good.txt")
+    assert "needs a model with a tokenizer" in fails("pack", tiny, "-o", out, *text)
+    copytree(tiny, tmp_path / "letters")
+    write_letters(tmp_path / "letters")
+    said = fails("pack", tmp_path / "letters", "-o", out, *text)
+    assert "the text must have at least 512 tokens, one window; got 12" in said
     assert not out.exists()
 
 
 def test_perplexity_refuses_in_one_line(
     fails: Callable[..., str], engine: FakeEngine, tiny: Path, tmp_path: Path
 ) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some letters")
+    said = fails("perplexity", tiny, "-f", text)
+    assert f"perplexity needs a model with a tokenizer; {tiny} has none" in said
+    copytree(tiny, tmp_path / "letters")
+    write_letters(tmp_path / "letters")
+    said = fails("perplexity", tmp_path / "letters", "-f", text, "--ctx-size", 16)
+    assert "the text must have at least 16 tokens, one window; got 12" in said
+    assert engine.arguments == {}
     assert "a text is needed: -f" in fails("perplexity", tiny)
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     assert "must hold some text" in fails("perplexity", tiny, "-f", empty)
-    assert "at least 4" in fails("perplexity", tiny, "-f", empty, "--ctx-size", 3)
+    assert "--ctx-size must be at least 4 for perplexity; got 3" in fails(
+        "perplexity", tiny, "-f", empty, "--ctx-size", 3
+    )
 
 
 def test_perplexity_prints_a_line_or_an_object(
     shadowlane_command: Command,
     engine: FakeEngine,
-    tiny: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    tiny = write_tiny_model(tmp_path / "model", "llama2")
+    write_letters(tiny)
     reader = Reader(0.125)
     monkeypatch.setattr(FakeEngine, "encode", reader.encode, raising=False)
     monkeypatch.setattr(FakeEngine, "log_probabilities", reader.log_probabilities, raising=False)

@@ -6,7 +6,8 @@ import json
 import random
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from shadowlane.cli import options
 from shadowlane.cli.stages import Stages
@@ -52,7 +53,10 @@ def bench(
         ),
     ] = 5,
     output: Annotated[
-        Literal["md", "json"], options.option("--output", "-o", help="Form of the result.")
+        str,
+        options.option(
+            "--output", "-o", **options.choice("md", "json"), help="Form of the result."
+        ),
     ] = "md",
     ram: options.Ram = None,
     gpu_memory: options.GpuMemory = None,
@@ -79,7 +83,7 @@ def bench(
     needed = max(prompt_tokens + 1, decode_tokens + 2)
     if ctx_size is not None and ctx_size < needed:
         raise ValueError(
-            f"--ctx-size must be at least {needed} for -pp {prompt_tokens} and "
+            f"ctx_size must be at least {needed} for -pp {prompt_tokens} and "
             f"-tg {decode_tokens}; got {ctx_size}"
         )
     engine = replace(engine, ctx_size=ctx_size or needed)
@@ -88,6 +92,8 @@ def bench(
     rows: list[BenchRow] = []
     with Stages() as stages:
         path = resolve_model(model, stages)
+        if ctx_size is None:
+            _check_needed(path, needed)
         with engine.open(path, not no_prefetch, stages) as llm:
             if prompt_tokens:
                 speeds = _speeds(llm, prompt_tokens, 1, repetitions, stages)
@@ -101,6 +107,17 @@ def bench(
         print(json.dumps(report.bench_object(model, rows, stats)))
     else:
         print(report.bench_markdown(model, rows, stats))
+
+
+def _check_needed(path: Path, needed: int) -> None:
+    """Raise ValueError where the context that the measurement takes is more than the model's."""
+    from shadowlane.ops.files import open_model
+
+    most = open_model(path).config.get("max_position_embeddings")
+    if isinstance(most, int) and needed > most:
+        raise ValueError(
+            f"-pp and -tg must fit the model's context of {most} tokens; they need {needed}"
+        )
 
 
 def _speeds(

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from shadowlane.cli import options
 from shadowlane.cli.errors import exit_code, report_error
+from shadowlane.cli.naming import typed_note
 from shadowlane.cli.stages import Stages
 from shadowlane.models import DEFAULT_MODEL, resolve_model
+from shadowlane.texts import check_chats
 
 if TYPE_CHECKING:
     from shadowlane import LLM, SamplingParams
@@ -66,12 +68,13 @@ def chat(
     )
     with Stages() as stages:
         path = resolve_model(model, stages)
+        check_chats(path, "chat")
         with engine.open(path, not no_prefetch, stages) as llm:
             stages.stop()
             if not llm.has_chat_template:
                 raise ValueError(f"chat needs a model with a chat template; {model} has none")
             for note in llm.plan["notes"]:
-                print(f"note: {note}", file=sys.stderr)
+                print(f"note: {typed_note(note)}", file=sys.stderr)
             _talk(llm, params)
 
 

@@ -16,17 +16,21 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
+from shadowlane.cli import naming
+from shadowlane.cli.environment import SWITCH_RULE, check_environment, is_debugging
+from shadowlane.cli.interrupts import leave_at_once
+from shadowlane.cli.plain_help import PlainHelp
 from shadowlane.ops.errors import ModelError
 
 
-class OneLineErrors(TyperGroup):
+class OneLineErrors(PlainHelp, TyperGroup):
     """The command group, with every error printed as one `error:` line on standard error."""
 
     def main(
@@ -40,16 +44,22 @@ class OneLineErrors(TyperGroup):
     ) -> Any:
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, **extra)
+        naming.forget()
         try:
             check_text(sys.argv[1:] if args is None else args)
+            if not any(name.endswith("_COMPLETE") for name in os.environ):  # a shell is asking
+                check_environment(self.commands)
             with _termination_unwinds():
                 code = super().main(args, prog_name, complete_var, False, **extra)
                 sys.stdout.flush()  # here, or Python reports a closed pipe when it exits
+        except KeyboardInterrupt:
+            code = 130
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 1
         except Exception as error:
             code = report_error(error)
+        leave_at_once()  # what cleans up after us at the exit would be interrupted with a traceback
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -64,8 +74,9 @@ def check_text(args: Sequence[str]) -> None:
 
 def report_error(error: BaseException) -> int:
     """Prints `error` as one line and returns the exit code that belongs to it."""
-    if os.environ.get("SHADOWLANE_DEBUG") == "1":
-        traceback.print_exception(error)
+    with suppress(ValueError):
+        if is_debugging():
+            traceback.print_exception(error)
     error = _cause(error)
     code = exit_code(error)
     message = one_line(error)
@@ -85,11 +96,13 @@ def exit_code(error: BaseException) -> int:
 
 def one_line(error: BaseException) -> str:
     """What `error` says, without line breaks, error numbers or Ray's collected tracebacks."""
+    message = _message(error)
+    return message if isinstance(error, TyperException) else message + naming.origin(message)
+
+
+def _message(error: BaseException) -> str:
     if isinstance(error, TyperException):
-        context = getattr(error, "ctx", None)
-        hint = f" (see {context.command_path} --help)" if context is not None else ""
-        message = " ".join(error.format_message().split()).rstrip(".")
-        return message.replace(": Value error,", ":") + hint  # a word of the validating library
+        return _misused(error)
     if isinstance(error, UnicodeDecodeError):
         return f"text must be UTF-8; {error.reason} at byte {error.start}"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
@@ -102,7 +115,25 @@ def one_line(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     # Ray's messages go on for pages; their first line says what happened.
-    return lines[0] if _is_from(error, "ray") else " ".join(lines)
+    if _is_from(error, "ray"):
+        return lines[0]
+    # A ModelError's names are those of a model's files.
+    return naming.typed_error(" ".join(lines)) if isinstance(error, ValueError) else " ".join(lines)
+
+
+def _misused(error: TyperException) -> str:
+    """What is wrong with an option, in our own form where it is about a value."""
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    hint = f" (see {context.command_path} --help)" if context is not None else ""
+    # "Value error" is a word of the validating library
+    message = " ".join(error.message.split()).removeprefix("Value error, ").rstrip(".")
+    if context is not None and parameter is not None and message:
+        name = naming.label(parameter, context)
+        if getattr(parameter, "is_flag", False):  # only a variable gives it a value
+            return f"{name} {SWITCH_RULE}; got {os.environ.get(parameter.envvar)!r}{hint}"
+        if message.startswith("must "):
+            return f"{name} {message}{hint}"
+    return " ".join(error.format_message().split()).rstrip(".") + hint
 
 
 def _cause(error: BaseException) -> BaseException:

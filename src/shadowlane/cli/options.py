@@ -6,19 +6,16 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shadowlane.arguments import DTYPES, KV_NAMES, PACK_NAMES
 from shadowlane.models import DEFAULT_MODEL
-from shadowlane.sizes import parse_size
+from shadowlane.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from shadowlane import LLM, SamplingParams
-
-Dtype = Literal["float32", "bfloat16", "float16"]
-PackName = Literal["q8_0", "q4_0", "q4_1"]
-KvName = Literal["q8_0"]
 
 ENVIRONMENT_NOTE = (
     "Each option can also be set in the environment: [bold]--cpu-threads 4[/bold] is "
@@ -58,6 +55,21 @@ def number() -> dict[str, Any]:
             raise typer.BadParameter(f"must be a number; got {given!r}") from None
 
     return {"parser": parse}
+
+
+def choice(*names: str) -> dict[str, Any]:
+    """Settings of an option that takes one of `names`."""
+
+    def parse(given: str) -> str:
+        if given not in names:
+            rule = "must be" if len(names) == 1 else "must be one of"
+            raise typer.BadParameter(f"{rule} {', '.join(names)}; got {given!r}")
+        return given
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return {"parser": parse, "metavar": "|".join(names), "autocompletion": complete}
 
 
 def epilog(*examples: str) -> str:
@@ -111,9 +123,10 @@ CtxSize = Annotated[
     ),
 ]
 Kv = Annotated[
-    KvName | None,
+    str | None,
     option(
         "--kv",
+        **choice(*KV_NAMES),
         help="Cache keys and values in 8 bits: half the memory of bfloat16 and half the bytes "
         "that long contexts read. Default: the compute type.",
         rich_help_panel=_MEMORY,
@@ -148,18 +161,20 @@ CpuWorkers = Annotated[
     ),
 ]
 DtypeOption = Annotated[
-    Dtype | None,
+    str | None,
     option(
         "--dtype",
+        **choice(*DTYPES),
         help="Number format of activations and KV cache. Default: the model's.",
         rich_help_panel=_COMPUTE,
     ),
 ]
 
 Weights = Annotated[
-    PackName | None,
+    str | None,
     option(
         "--weights",
+        **choice(*PACK_NAMES),
         help="Run a safetensors model from weights packed to 8 or 4 bits. The packed copy is "
         "written to the cache at the first use. Default: the weights as they are.",
         rich_help_panel=_MEMORY,
@@ -247,7 +262,10 @@ JsonOutput = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What the command line says about placement, checked as far as it can be without a model."""
+    """What the command line says about placement, checked as far as it can be without a model.
+
+    Errors name arguments as Python does; `naming.py` puts flags in their place.
+    """
 
     ram: str | None = None
     gpu_memory: str | None = None
@@ -259,15 +277,16 @@ class EngineOptions:
     kv: str | None = None
 
     def __post_init__(self) -> None:
+        from shadowlane.actors.machine import assign_cores
+
         self.ram_nbytes()
         if self.gpu_memory is not None and self.gpu_memory.strip() != "0":
-            nbytes = parse_size(self.gpu_memory, "--gpu-memory")
-            raise ValueError(
-                f"--gpu-memory must be 0 while there is no GPU lane; got {nbytes} bytes"
-            )
+            size = format_size(parse_size(self.gpu_memory, "gpu_memory"))
+            raise ValueError(f"gpu_memory must be 0 while there is no GPU lane; got {size}")
+        assign_cores(self.cpu_threads, self.cpu_workers)
 
     def ram_nbytes(self) -> int | None:
-        return None if self.ram is None else parse_size(self.ram, "--ram")
+        return None if self.ram is None else parse_size(self.ram, "ram")
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments that `LLM` and `plan_model` both take."""

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from shadowlane.arguments import PACK_NAMES
 from shadowlane.cli import options
 from shadowlane.cli.perplexity import of_model, read_text
 from shadowlane.cli.stages import Stages
@@ -32,9 +33,10 @@ def pack(
         ),
     ],
     weights: Annotated[
-        options.PackName,
+        str,
         options.option(
             "--weights",
+            **options.choice(*PACK_NAMES),
             help="q8_0: 8.5 bits per weight, hardly any loss; q4_1: 5 bits; q4_0: 4.5 bits.",
         ),
     ] = "q8_0",
@@ -46,7 +48,7 @@ def pack(
         Path | None,
         options.option(
             "--text",
-            metavar="TEXT",
+            metavar="FILE",
             help="Also measure the perplexity of this text before and after.",
         ),
     ] = None,
@@ -60,14 +62,17 @@ def pack(
     if out is None:
         raise ValueError("a file to write is needed: -o FILE.gguf")
     if out.suffix.lower() != ".gguf":
-        raise ValueError(f"FILE must end in .gguf; got {out}")
+        raise ValueError(f"out must end in .gguf; got {out}")
     if out.exists():
-        raise ValueError(f"FILE must not exist yet; got {out}")
+        raise ValueError(f"out must not exist yet; got {out}")
     sample = None if text is None else read_text(text)
     with Stages() as stages:
         from shadowlane.packing import write_packed
+        from shadowlane.quality import WINDOW_TOKENS, check_text
 
         path = resolve_model(model, stages)
+        if sample is not None:
+            check_text(path, sample, WINDOW_TOKENS)
         made = write_packed(path, weights, out, stages)
     for note in made.notes:
         typer.echo(f"note: {note}", err=True)
@@ -77,8 +82,6 @@ def pack(
         file=sys.stderr,
     )
     if sample is not None:
-        from shadowlane.quality import WINDOW_TOKENS
-
         engine = options.EngineOptions(ctx_size=WINDOW_TOKENS)
         for name, measured in (("before", path), ("after ", made.path)):
             with Stages() as stages:

@@ -23,7 +23,7 @@ def perplexity(
     model: options.ModelArgument = DEFAULT_MODEL,
     file: Annotated[
         Path | None,
-        options.option("--file", "-f", metavar="TEXT", help="The text to read, a file in UTF-8."),
+        options.option("--file", "-f", metavar="FILE", help="The text to read, a file in UTF-8."),
     ] = None,
     json_output: options.JsonOutput = False,
     ram: options.Ram = None,
@@ -42,7 +42,7 @@ def perplexity(
     half of each is scored, as llama.cpp's tool does. Compare figures of the
     same text, window and tokenizer only.
     """
-    from shadowlane.quality import WINDOW_TOKENS, check_window
+    from shadowlane.quality import WINDOW_TOKENS, check_text, check_window
 
     window = WINDOW_TOKENS if ctx_size is None else ctx_size
     check_window(window)
@@ -50,10 +50,12 @@ def perplexity(
         ram, gpu_memory, cpu_threads, cpu_workers, dtype, window, weights, kv
     )
     if file is None:
-        raise ValueError("a text is needed: -f TEXT")
+        raise ValueError("a text is needed: -f FILE")
     text = read_text(file)
     with Stages() as stages:
-        found = of_model(resolve_model(model, stages), text, window, engine, stages, no_prefetch)
+        path = resolve_model(model, stages)
+        check_text(path, text, window)
+        found = of_model(path, text, window, engine, stages, no_prefetch)
     print(json.dumps(found.as_object()) if json_output else found)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from shadowlane.cli import options
+from shadowlane.cli.naming import typed_note
 from shadowlane.cli.stages import Stages
 from shadowlane.models import DEFAULT_MODEL, resolve_model
 
@@ -56,5 +57,5 @@ def plan(
     from shadowlane import report
 
     for note in planned.get("notes", ()):
-        typer.echo(f"note: {note}", err=True)
+        typer.echo(f"note: {typed_note(note)}", err=True)
     Console(highlight=False).print(report.plan_report(planned, by_group))

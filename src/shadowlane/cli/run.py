@@ -12,8 +12,10 @@ import typer
 
 from shadowlane.cli import options
 from shadowlane.cli.bars import LaneBars
+from shadowlane.cli.naming import typed_note
 from shadowlane.cli.stages import Stages
 from shadowlane.models import DEFAULT_MODEL, resolve_model
+from shadowlane.texts import check_reads_text
 
 EPILOG = options.epilog(
     'shadowlane run -p "Why is the sky blue?"',
@@ -82,6 +84,7 @@ def run(
     token_ids: list[int] = []
     with Stages() as stages:
         path = resolve_model(model, stages)
+        check_reads_text(path, "run")
         with engine.open(path, not no_prefetch, stages) as llm:
             if raw or not llm.has_chat_template:
                 chunks = llm.stream(text, params)
@@ -134,5 +137,5 @@ def show_summary(stats: dict[str, object]) -> None:
     console = Console(stderr=True, highlight=False)
     console.print()
     for note in stats.get("notes") or ():  # type: ignore[attr-defined]
-        typer.echo(f"note: {note}", err=True)
+        typer.echo(f"note: {typed_note(note)}", err=True)
     console.print(report.summary(stats))

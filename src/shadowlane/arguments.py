@@ -1,0 +1,92 @@
+"""What an engine may be asked for, checked by type and range before anything is fetched or started.
+
+A value that only the engine would refuse costs the seconds that Ray takes to start, and a name that
+is wrong in a program deserves more than the error of whatever meets it first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+PackName = Literal["q8_0", "q4_0", "q4_1"]
+KvName = Literal["q8_0"]
+DTYPES: tuple[str, ...] = get_args(Dtype)
+PACK_NAMES: tuple[str, ...] = get_args(PackName)
+KV_NAMES: tuple[str, ...] = get_args(KvName)
+
+MAX_SPIN_US = 10**9
+SHOWN = 60  # characters of a value that an error quotes
+
+
+def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """`value` as an int, also one of numpy's. Raises ValueError; True and False are no numbers."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be a whole number; got {shown(value)}")
+    number = int(value)
+    if most is not None and not least <= number <= most:
+        raise ValueError(f"{name} must be between {least} and {most}; got {number}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}; got {number}")
+    return number
+
+
+def switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False; got {shown(value)}")
+    return value
+
+
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> Any:
+    if not isinstance(value, str) or value not in choices:
+        rule = "must be" if len(choices) == 1 else "must be one of"
+        raise ValueError(f"{name} {rule} {', '.join(choices)}; got {shown(value)}")
+    return value
+
+
+def lane_shares(value: Any, num_lanes: int) -> tuple[float, ...]:
+    """Rows of each compute lane, on any scale: one finite number per lane, and not all 0."""
+    given = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
+    if (
+        given is None
+        or len(given) != num_lanes
+        or not all(isinstance(part, Real) and not isinstance(part, bool) for part in given)
+        or not all(math.isfinite(part) and part >= 0 for part in given)
+        or not any(given)
+    ):
+        lanes = "the one lane" if num_lanes == 1 else f"each of {num_lanes} lanes"
+        raise ValueError(
+            f"shares must be one number of at least 0 for {lanes} (cpu_workers), "
+            f"and not all 0; got {shown(value if given is None else given)}"
+        )
+    return tuple(float(part) for part in given)
+
+
+def check_model(model: Any) -> str:
+    if not isinstance(model, str | Path) or not str(model):
+        raise ValueError(
+            "model must be a known name, a directory, a .gguf file or a Hugging Face id; "
+            f"got {shown(model)}"
+        )
+    return str(model)
+
+
+def check_progress(progress: Any) -> Callable[[str, float | None], None]:
+    """What to tell stages to; something that does nothing for None."""
+    if progress is None:
+        return lambda stage, fraction=None: None
+    if not callable(progress):
+        raise ValueError(
+            f"progress must be a function of a stage and a fraction, or None; got {shown(progress)}"
+        )
+    return progress  # type: ignore[no-any-return]
+
+
+def shown(value: Any) -> str:
+    """A value as an error quotes it: in one line, and not all of a long one."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

@@ -1,0 +1,146 @@
+"""What the Python interface refuses, before anything is fetched or started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shadowlane.llm import LLM, make_spec, plan_model, profile_model
+from shadowlane.prompts import as_ids, as_messages, as_prompt, as_prompts, checked_params
+from shadowlane.quality import check_window
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("nothing may be fetched or started")
+
+    monkeypatch.setattr("shadowlane.llm.resolve_model", refuse)
+    monkeypatch.setattr("shadowlane.actors.cluster.join_cluster", refuse)
+    monkeypatch.setattr("shadowlane.actors.machine.usable_cores", lambda: [0, 1])
+    monkeypatch.setattr("shadowlane.actors.machine.quota_cores", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"progress": 5}, "progress must be a function of a stage and a fraction, or None; got 5"),
+        ({"shares": 5}, "shares must be one number of at least 0 for the one lane .*; got 5"),
+        ({"shares": [1, 2]}, r"for the one lane \(cpu_workers\), and not all 0; got \[1, 2\]"),
+        ({"shares": [5], "cpu_workers": 2}, r"for each of 2 lanes .*; got \[5\]"),
+        ({"shares": [1, -1], "cpu_workers": 2}, r"at least 0 for each of 2 .*; got \[1, -1\]"),
+        ({"shares": [0]}, r"and not all 0; got \[0\]"),
+        ({"shares": [float("nan")]}, r"shares must be .*; got \[nan\]"),
+        ({"shares": ["1"]}, r"shares must be .*; got \['1'\]"),
+        ({"shares": "1"}, "shares must be .*; got '1'"),
+        ({"ram": 1.5}, "ram must be a size such as .*; got 1.5"),
+        ({"ram": True}, "ram must be a size such as .*; got True"),
+        ({"cpu_threads": "2"}, "cpu_threads must be a whole number; got '2'"),
+        ({"cpu_threads": True}, "cpu_threads must be a whole number; got True"),
+        ({"cpu_threads": 0}, "cpu_threads must be at least 1; got 0"),
+        ({"cpu_workers": None}, "cpu_workers must be a whole number; got None"),
+        ({"cpu_workers": 3}, "cpu_workers must not be more than the 2 threads they share; got 3"),
+        ({"ctx_size": -4}, "ctx_size must be at least 1; got -4"),
+        ({"ctx_size": 64.0}, "ctx_size must be a whole number; got 64.0"),
+        ({"max_batch": 99}, "max_batch must be between 1 and 8; got 99"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be at least 1; got 0"),
+        ({"logit_rows": 0}, "logit_rows must be at least 1; got 0"),
+        ({"spin_us": -1}, "spin_us must be between 0 and 1000000000; got -1"),
+        ({"spin_us": 0.5}, "spin_us must be a whole number; got 0.5"),
+        ({"dtype": "int3"}, "dtype must be one of float32, bfloat16, float16; got 'int3'"),
+        ({"dtype": float}, "dtype must be one of .*; got <class 'float'>"),
+        ({"kv": "q4_0"}, "kv must be q8_0; got 'q4_0'"),
+        ({"weights": 4}, "weights must be one of q8_0, q4_0, q4_1; got 4"),
+        ({"prefetch": "no"}, "prefetch must be True or False; got 'no'"),
+        ({"direct_io": 1}, "direct_io must be True or False; got 1"),
+        ({"replan": None}, "replan must be True or False; got None"),
+        ({"dashboard": "yes"}, "dashboard must be True or False; got 'yes'"),
+        ({"model": None}, "model must be a known name, .*; got None"),
+        ({"model": ""}, "model must be a known name, .*; got ''"),
+        ({"ram": "1\n" * 99}, r"ram must be a size such as 6GiB, 512MiB or 1.5GB; got '1\\n1"),
+    ],
+)
+def test_constructor_arguments(options: dict[str, Any], message: str) -> None:
+    arguments = {"model": "smollm2", **options}
+    with pytest.raises(ValueError, match=message) as told:
+        LLM(**arguments)
+    assert "\n" not in str(told.value)
+    if not {"dashboard"} & options.keys():
+        for function in (plan_model, profile_model):
+            with pytest.raises(ValueError, match=re.escape(str(told.value))):
+                function(**arguments)
+
+
+def test_whole_numbers_may_be_those_of_numpy() -> None:
+    spec = make_spec(Path("x"), cpu_threads=np.int64(2), ram=np.int32(9), ctx_size=np.int16(64))
+    assert (type(spec.options.context), type(spec.settings.ram)) == (int, int)
+    assert sum(map(len, spec.settings.cores)) == 2
+    assert make_spec(Path("x"), shares=np.array([3.0])).settings.shares == (3.0,)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: as_prompts(5), "a prompt must be a text or a list of ids; got 5"),
+        (lambda: as_prompt(5), "a prompt must be a text or a list of ids; got 5"),
+        (lambda: as_prompts(b"hi"), "a prompt must be a text or a list of ids; got b'hi'"),
+        (lambda: as_prompts({"a": 1}), "a prompt must be a text or a list of ids; got {'a': 1}"),
+        (lambda: as_prompts(np.array(5)), "a prompt must be a text or a list of ids; got array"),
+        (lambda: as_prompts(["a", None]), "a prompt must be a text or a list of ids; got None"),
+        (lambda: as_prompts([[1.5]]), r"token ids must be whole numbers; got \[1.5\]"),
+        (lambda: as_prompts([3, "a"]), r"token ids must be whole numbers; got \[3, 'a'\]"),
+        (lambda: as_ids("x"), "token ids must be whole numbers; got 'x'"),
+        (lambda: checked_params({"max_tokens": 3}), "params must be SamplingParams; got {'max_to"),
+        (lambda: check_window(3), "window must be at least 4 for perplexity; got 3"),
+    ],
+)
+def test_requests(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()
+
+
+def test_prompts_may_be_arrays() -> None:
+    ids = np.array([3, 4], np.int32)
+    assert as_prompts(ids) == [[3, 4]]
+    assert as_prompts([ids, "text"]) == [[3, 4], "text"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hi", "messages must be dicts with role and content, in a list; got 'hi'"),
+        (5, "messages must be dicts with role and content, in a list; got 5"),
+        ([], "messages must hold at least one; got none"),
+        ([USER, "hi"], r"messages\[1\] must be a dict with role and content; got 'hi'"),
+        ([{"content": "hi"}], r"messages\[0\] must have a role; got content"),
+        ([USER, {"role": "user"}], r"messages\[1\] must have a content; got role"),
+        ([{}], r"messages\[0\] must have a role; got no keys"),
+        ([{"role": 5, "content": "hi"}], r"messages\[0\] must have a text as role; got 5"),
+        ([{"role": "", "content": "hi"}], r"messages\[0\] must have a text as role; got ''"),
+        ([USER, USER, {"role": "user", "content": None}], r"messages\[2\] .* as content; got None"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\] must have a text as"),
+    ],
+)
+def test_messages_of_the_wrong_form(messages: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        as_messages(messages)
+
+
+def test_roles_are_for_the_template_to_know() -> None:
+    calls = [{"type": "function", "function": {"name": "now", "arguments": {}}}]
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        USER,
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "12:00", "name": "now"},
+    ]
+    assert as_messages(tuple(messages)) == messages
+    assert as_messages(USER) == [USER]
