@@ -63,6 +63,15 @@ def _few(model: RoutedModel) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Pass:
+    """What one step asked of the experts."""
+
+    num_rows: int
+    is_prefill: bool
+    routes: tuple[tuple[int, npt.NDArray[np.intp]], ...]  # (layer, distinct ids), if any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Trace:
     """What the routers chose for each token, in the order in which the tokens were computed."""
 
@@ -121,22 +130,19 @@ class Trace:
         cut = min(cuts, key=lambda each: abs(each - middle))
         return self.part(0, cut), self.part(cut, self.num_tokens)
 
-    def routes(self) -> Iterator[tuple[bool, int, npt.NDArray[np.int16]]]:
-        """(is_prefill, layer, distinct experts) of each layer of each step, in order.
-
-        A decode step of one row keeps the router's order; of several rows, ids rise. Layers in
-        which nothing was chosen are left out.
-        """
+    def passes(self) -> Iterator[Pass]:
+        """The forward passes, in order. In a pass of several rows the ids of a route rise."""
         bounds = np.flatnonzero(np.diff(self.steps)) + 1
         for rows in np.split(np.arange(self.num_tokens), bounds):
-            is_prefill = bool(self.is_prefill[rows[0]])
+            routes = []
             for layer in range(self.num_layers):
                 ids = self.choices[rows, layer].ravel()
-                ids = ids[ids != NOBODY]
+                ids = ids[ids != NOBODY].astype(np.intp)
                 if len(rows) > 1:
                     ids = np.unique(ids)
                 if len(ids):
-                    yield is_prefill, layer, ids
+                    routes.append((layer, ids))
+            yield Pass(len(rows), bool(self.is_prefill[rows[0]]), tuple(routes))
 
     def check(self, name: str, num_layers: int, num_experts: int, top_k: int) -> None:
         """Raises ValueError unless it was recorded with this model."""
