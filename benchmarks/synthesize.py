@@ -1,7 +1,12 @@
-"""Write a random-weight Llama-shaped model directory of any size, in bfloat16.
+"""Write a random-weight model of any size: Llama-shaped, or a mixture of experts.
 
     python benchmarks/synthesize.py --shape 3b --out /data/llama-3b-bf16
     python benchmarks/synthesize.py --shape 1b --layers 8 --out DIR --gguf FILE
+    python benchmarks/synthesize.py --moe --layers 4 --experts 16 --vocab 32000 --out DIR
+    python benchmarks/synthesize.py --moe --gguf /data/moe-q4_k.gguf --type Q4_K
+
+Directories are bfloat16. A mixture is shaped like Qwen3-30B-A3B (48 layers of 128 experts, 17 GB
+in Q4_K) where no flag says otherwise, and is written as a directory, as a GGUF or as both.
 
 Drawing billions of normal numbers takes minutes, and nobody looks at them: what matters to a
 benchmark is that each byte exists on the disk, that logits stay finite and that rows differ. So
@@ -21,9 +26,13 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from shapes import SHAPES, Shape, TensorSpec
+
+if TYPE_CHECKING:
+    from mixtures import MoeShape
 
 POOL_COUNT = 8_388_617  # values; a prime just above 8 Mi (16 MiB in bfloat16)
 SHARD_NBYTES = 1_500_000_000
@@ -66,7 +75,7 @@ class WeightPool:
         return self._scaled[cols]
 
 
-def into_shards(shape: Shape, shard_nbytes: int) -> list[list[TensorSpec]]:
+def into_shards(shape: Shape | MoeShape, shard_nbytes: int) -> list[list[TensorSpec]]:
     """Tensors in order, cut into files of at most `shard_nbytes` (or of one larger tensor)."""
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -132,7 +141,12 @@ class Progress:
         sys.stderr.flush()
 
 
-def write_model(shape: Shape, out: Path, seed: int = 0, shard_nbytes: int = SHARD_NBYTES) -> None:
+def write_model(
+    shape: Shape | MoeShape,
+    out: Path,
+    seed: int = 0,
+    shard_nbytes: int = SHARD_NBYTES,
+) -> None:
     """Write config.json and the safetensors shards (with their index if there are several).
 
     Refuses a folder that already holds something other than an earlier model of this kind.
@@ -189,14 +203,63 @@ def shape_from(arguments: argparse.Namespace) -> Shape:
         "max_position_embeddings": arguments.context,
     }
     changes = {name: value for name, value in given.items() if value is not None}
-    return replace(SHAPES[arguments.shape], **changes)
+    return replace(SHAPES[arguments.shape or "3b"], **changes)
+
+
+def check_flags(arguments: argparse.Namespace) -> None:
+    """Flags that would do nothing are refused, and so is a run without anything to write."""
+    only_dense = {"--shape": arguments.shape, "--intermediate": arguments.intermediate}
+    only_moe = {
+        "--experts": arguments.experts,
+        "--top-k": arguments.top_k,
+        "--inner": arguments.inner,
+        "--type": arguments.type,
+    }
+    for flag, value in (only_dense if arguments.moe else only_moe).items():
+        if value is not None:
+            raise ValueError(f"{flag} must {'not ' if arguments.moe else ''}go with --moe")
+    if arguments.out is None and not (arguments.moe and arguments.gguf):
+        raise ValueError(f"--out {'or --gguf ' if arguments.moe else ''}must be given")
+    if arguments.type is not None and not arguments.gguf:
+        raise ValueError("--type must go with --gguf; a directory is bfloat16")
+
+
+def write_mixture(arguments: argparse.Namespace) -> None:
+    """Write what the flags of a mixture say, and print a line for each file."""
+    from mixtures import TYPES, moe_shape_from, write_moe_gguf
+
+    shape = moe_shape_from(arguments)
+    if arguments.out:
+        began = time.monotonic()
+        write_model(shape, arguments.out, arguments.seed, arguments.shard_bytes)
+        report(arguments.out, shape.num_parameters, shape.nbytes, time.monotonic() - began)
+    if arguments.gguf:
+        began = time.monotonic()
+        layout = TYPES[arguments.type or "BF16"]
+        write_moe_gguf(shape, arguments.gguf, layout, arguments.seed)
+        nbytes = arguments.gguf.stat().st_size
+        report(arguments.gguf, shape.num_parameters, nbytes, time.monotonic() - began)
+
+
+def report(path: Path, num_parameters: int, nbytes: int, elapsed_s: float) -> None:
+    print(
+        f"{path}: {num_parameters / 1e9:.3f} B parameters, {nbytes / 1e9:.2f} GB, {elapsed_s:.1f} s"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="3b")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--gguf", type=Path, help="write the same tensors as a bfloat16 GGUF too")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="of a Llama; 3b if not given")
+    parser.add_argument("--moe", action="store_true", help="a mixture, shaped like Qwen3-MoE")
+    parser.add_argument("--out", type=Path, help="directory to write")
+    parser.add_argument("--gguf", type=Path, help="GGUF to write; of a Llama: the same tensors")
+    parser.add_argument(
+        "--type",
+        choices=("Q4_K", "Q6_K", "Q4_0", "Q8_0", "BF16"),
+        help="of a mixture's matrices in GGUF; BF16 if not given: those of the directory",
+    )
+    for flag in ("experts", "top-k", "inner"):
+        parser.add_argument(f"--{flag}", type=int, help="of a mixture")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard-bytes", type=int, default=SHARD_NBYTES)
     for flag in ("hidden", "layers", "intermediate", "heads", "kv-heads", "head-dim", "vocab"):
@@ -206,6 +269,10 @@ def main() -> None:
     parser.add_argument("--tied", action=argparse.BooleanOptionalAction, default=None)
     arguments = parser.parse_args()
     try:
+        check_flags(arguments)
+        if arguments.moe:
+            write_mixture(arguments)
+            return
         shape = shape_from(arguments)
         began = time.monotonic()
         if arguments.gguf:
@@ -218,10 +285,7 @@ def main() -> None:
             write_gguf(arguments.out, arguments.gguf)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    print(
-        f"{arguments.out}: {shape.num_parameters / 1e9:.3f} B parameters, "
-        f"{shape.nbytes / 1e9:.2f} GB, {elapsed:.1f} s"
-    )
+    report(arguments.out, shape.num_parameters, shape.nbytes, elapsed)
 
 
 if __name__ == "__main__":
