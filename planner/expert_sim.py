@@ -45,7 +45,6 @@ class Replay:
     num_rows: Counts  # [steps] tokens of each
     hits: Counts  # [steps, layers] distinct experts that were resident when chosen
     misses: Counts  # [steps, layers] distinct experts that were read
-    held: Counts  # [steps, layers] experts of the layer resident when it chose, hits included
 
     @property
     def hit_rate(self) -> float:
@@ -97,27 +96,24 @@ def replay(
     rows: list[int] = []
     hits: list[Counts] = []
     misses: list[Counts] = []
-    held: list[Counts] = []
     done = 0
     for step in trace.passes():
-        counts = np.zeros((3, trace.num_layers), np.int64)
+        counts = np.zeros((2, trace.num_layers), np.int64)
         for layer, ids in step.routes:
             if chooser is not None:
                 chooser.touch(layer, ids, is_decode=not step.is_prefill)
-            counts[2, layer] = cache.num_held(layer)
             num_missing = int(np.count_nonzero(serve(cache, layer, ids)))
-            counts[:2, layer] = len(ids) - num_missing, num_missing
+            counts[:, layer] = len(ids) - num_missing, num_missing
         if chooser is not None and chooser.policy != cache.policy:
             cache.use(chooser.policy)
         if not step.is_prefill:
             rows.append(step.num_rows)
             hits.append(counts[0])
             misses.append(counts[1])
-            held.append(counts[2])
         done += step.num_rows
         if progress is not None:
             progress(done / trace.num_tokens)
-    return _replay(trace, rows, hits, misses, held)
+    return _replay(trace, rows, hits, misses)
 
 
 def optimum(trace: Trace, slots: int) -> Replay:
@@ -158,7 +154,7 @@ def optimum(trace: Trace, slots: int) -> Replay:
     decode = [at for at, step in enumerate(steps) if not step.is_prefill]
     rows = [steps[at].num_rows for at in decode]
     hits, misses = ([counts[at, kind] for at in decode] for kind in (0, 1))
-    return _replay(trace, rows, hits, misses, hits)
+    return _replay(trace, rows, hits, misses)
 
 
 def on_demand(trace: Trace) -> Replay:
@@ -171,18 +167,14 @@ def on_demand(trace: Trace) -> Replay:
             counts[layer] = len(ids)
         chosen.append(counts)
     none = [np.zeros_like(counts) for counts in chosen]
-    return _replay(trace, [step.num_rows for step in steps], none, chosen, none)
+    return _replay(trace, [step.num_rows for step in steps], none, chosen)
 
 
 def _replay(
-    trace: Trace,
-    rows: Sequence[int],
-    hits: Sequence[Counts],
-    misses: Sequence[Counts],
-    held: Sequence[Counts],
+    trace: Trace, rows: Sequence[int], hits: Sequence[Counts], misses: Sequence[Counts]
 ) -> Replay:
     shape = (len(rows), trace.num_layers)
-    stacked = (np.array(each, np.int64).reshape(shape) for each in (hits, misses, held))
+    stacked = (np.array(each, np.int64).reshape(shape) for each in (hits, misses))
     return Replay(np.array(rows, np.int64), *stacked)
 
 
@@ -240,20 +232,19 @@ def time_step(
     return Timing(now, busy, wasted)
 
 
-def guess(replayed: Replay, trace: Trace, recall: float, seed: int = 0) -> list[list[list[bool]]]:
+def guess(replayed: Replay, recall: float, seed: int = 0) -> list[list[list[bool]]]:
     """Random guesses [steps][layers] that find each miss with probability `recall`.
 
-    Look-ahead names as many experts as are chosen; the wrong ones are others of the layer, resident
-    or not as its experts are on average.
+    Look-ahead names as many experts as are chosen. The wrong ones are taken to be missing as often
+    as chosen ones of that layer: a router that errs names experts that it likes.
     """
     if not 0 <= recall <= 1:
         raise ValueError(f"recall must be between 0 and 1; got {recall}")
     random = np.random.default_rng(seed)
-    others = trace.num_experts - replayed.hits - replayed.misses
-    absent = trace.num_experts - replayed.held - replayed.misses
-    is_absent = np.clip(absent / np.maximum(others, 1), 0, 1)
+    chosen = replayed.hits + replayed.misses
+    miss_rates = replayed.misses.sum(0) / np.maximum(chosen.sum(0), 1)
     right = random.binomial(replayed.misses, recall)
-    wrong = random.binomial(replayed.hits + replayed.misses, (1 - recall) * is_absent)
+    wrong = random.binomial(chosen, (1 - recall) * miss_rates)
     return [
         [
             random.permutation([True] * found + [False] * missed).tolist()
@@ -279,7 +270,7 @@ def price(
     name: str, replayed: Replay, trace: Trace, speeds: Speeds, recall: float | None = None
 ) -> Ranked:
     """What `replayed` predicts for decode; recall: with look-ahead that finds so many misses."""
-    guesses = None if recall is None else guess(replayed, trace, recall)
+    guesses = None if recall is None else guess(replayed, recall)
     seconds = busy = wasted = 0.0
     for at, (hits, misses) in enumerate(
         zip(replayed.hits.tolist(), replayed.misses.tolist(), strict=True)

@@ -282,10 +282,6 @@ class ExpertCache:
     def __len__(self) -> int:
         return self._num_held
 
-    def num_held(self, layer: int) -> int:
-        """Slots that `layer` has."""
-        return int(self._held[layer])
-
     def resident(self) -> Keys:
         """Keys that have a slot, rising."""
         return np.flatnonzero(self._resident)

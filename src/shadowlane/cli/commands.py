@@ -18,6 +18,7 @@ from shadowlane.cli import profile as profile_command
 from shadowlane.cli import ps as ps_command
 from shadowlane.cli import run as run_command
 from shadowlane.cli import show as show_command
+from shadowlane.cli import simulate as simulate_command
 from shadowlane.cli import timeline as timeline_command
 from shadowlane.cli.errors import OneLineErrors
 from shadowlane.cli.naming import Command
@@ -42,6 +43,7 @@ for module, name, function in (
     (fetch_command, "fetch", fetch_command.fetch),
     (list_command, "list", list_command.list_models),
     (show_command, "show", show_command.show),
+    (simulate_command, "simulate", simulate_command.simulate),
     (timeline_command, "timeline", timeline_command.timeline),
     (ps_command, "ps", ps_command.ps),
 ):
