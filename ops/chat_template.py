@@ -98,4 +98,5 @@ def render_chat(
             **special_tokens,
         )
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-        raise ValueError(f"messages do not fit the model's chat template: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"messages do not fit the model's chat template: {reason}") from error

@@ -68,7 +68,7 @@ def test_a_prompt_must_be_text(
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "plan", "profile", "bench", "show"])
-@pytest.mark.parametrize("model", ["no-such", "./no-such", "no-such.gguf", "a/b/c"])
+@pytest.mark.parametrize("model", ["no-such", "./no-such", "no-such.gguf", "a/b/c", "~nobody-x/m"])
 def test_a_model_that_is_not_there(
     fails: Fails, engine: FakeEngine, command: str, model: str
 ) -> None:
@@ -151,6 +151,28 @@ def test_a_lane_that_died_is_told_apart_from_a_fault_in_the_planner() -> None:
 
     assert errors.exit_code(LaneDied("disk:0 died")) == 2
     assert errors.exit_code(InconsistentPrograms("12.down waits for itself")) == 1
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_model_without_tokenizer_starts_no_engine(
+    fails: Fails, engine: FakeEngine, model_dir: Path, command: str
+) -> None:
+    (model_dir / "tokenizer.json").unlink()
+    said = fails(command, model_dir, input="hi\n")
+    assert f"{command} needs a model with a tokenizer; {model_dir} has none" in said
+    assert engine.arguments == {}
+
+
+def test_chat_without_a_template_starts_no_engine(
+    fails: Fails, engine: FakeEngine, model_dir: Path
+) -> None:
+    (model_dir / "chat_template.jinja").unlink()
+    said = fails("chat", model_dir, input="hi\n")
+    assert f"chat needs a model with a chat template; {model_dir} has none" in said
+    assert engine.arguments == {}
+    (model_dir / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    engine.start_error = ValueError("the engine was asked")
+    assert "the engine was asked" in fails("chat", model_dir, input="hi\n")
 
 
 def test_chat_needs_a_template(fails: Fails, engine: FakeEngine, model_dir: Path) -> None:

@@ -286,7 +286,10 @@ def test_timeline_copies_the_last_run(
     assert "1 spans written" in result.stderr
 
 
-def test_ps_finds_processes_by_their_arena(shadowlane_command: Command) -> None:
+def test_ps_finds_processes_by_their_arena(
+    shadowlane_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     nbytes = 3 << 20
     arena = os.memfd_create("shadowlane /models/my own.gguf")
     os.ftruncate(arena, nbytes)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shadowlane.planner.placement import InfeasiblePlan, show_nbytes
 from shadowlane.sizes import (
     GIB,
     HEADROOM_NBYTES,
@@ -92,6 +93,15 @@ def test_formats_stay_short() -> None:
         "0 B", "512 B", "1023 B", "1.00 KiB", "93.8 MiB", "1024 KiB", "1.00 MiB", "1.00 GiB",
         "5.03 GiB", "3072 TiB",
     ]  # fmt: skip
+
+
+def test_the_planner_shows_sizes_alike() -> None:
+    error = InfeasiblePlan("too much", {"scratch": 5 * GIB // 2, "KV": 700 << 10}, 1536 << 20)
+    assert str(error) == (
+        "too much: scratch 2.50 GiB + KV 700.0 KiB = 2.50 GiB; the RAM budget is 1.50 GiB, "
+        "short by 1.00 GiB"
+    )
+    assert [show_nbytes(-nbytes) for nbytes in (0, 5, 98362432)] == ["0 B", "-5 B", "-93.8 MiB"]
 
 
 def _machine(root: Path, available: int, cgroup: str) -> Path:

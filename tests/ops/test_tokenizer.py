@@ -15,6 +15,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shadowlane.models import KNOWN
+from shadowlane.ops.chat_template import render_chat
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.files import ModelFiles, open_model
 from shadowlane.ops.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
@@ -457,6 +458,12 @@ def test_a_cache_that_cannot_be_written_is_no_matter(tmp_path):
     (tmp_path / "tokenizers").write_text("a file where a folder should be")
     ours = load_tokenizer(gguf_files(gguf_metadata(gpt2_backend(), "gpt-2")), tmp_path)
     assert ours.decode(ours.encode("hi")) == "hi"
+
+
+def test_the_reason_of_a_template_is_one_line():
+    template = "{{ raise_exception('no role\\n  of that name') }}"
+    with pytest.raises(ValueError, match=r"chat template: no role of that name$"):
+        render_chat(template, [{"role": "x", "content": ""}], {}, add_generation_prompt=True)
 
 
 def test_messages_a_template_refuses(directory, tmp_path):

@@ -47,7 +47,7 @@ class OneLineErrors(PlainHelp, TyperGroup):
         naming.forget()
         try:
             check_text(sys.argv[1:] if args is None else args)
-            if not any(name.endswith("_COMPLETE") for name in os.environ):  # a shell is asking
+            if "_SHADOWLANE_COMPLETE" not in os.environ:  # by which a shell asks for words
                 check_environment(self.commands)
             with _termination_unwinds():
                 code = super().main(args, prog_name, complete_var, False, **extra)
