@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shadowlane.actors.blueprint import PAGE, Blueprint
+from shadowlane.actors.scratch import SHARED_BUFFERS
 from shadowlane.ops import table as t
 from shadowlane.planner.placement import Placement, whole_pages
 from shadowlane.sizes import FreeRam, format_size, free_ram
@@ -24,7 +25,10 @@ from shadowlane.sizes import FreeRam, format_size, free_ram
 DISK_COUNTER = t.MAX_LANES  # counters 0..MAX_LANES-1 are the compute lanes'
 GATHER_COUNTER = t.MAX_LANES + 1
 STEP_COUNTER = t.MAX_LANES + 2  # steps filled by the engine
-NUM_COUNTERS = t.MAX_LANES + 3
+READY_COUNTER = t.MAX_LANES + 3  # chosen experts that were in RAM, or have arrived
+REQUEST_COUNTER = t.MAX_LANES + 4  # the newest route that misses experts
+SUMMED_COUNTER = t.MAX_LANES + 5  # the newest route whose experts are all computed
+NUM_COUNTERS = t.MAX_LANES + 6
 RECORD_RING = 8
 DISK_STATISTICS = 16  # int64 fields
 DISK_SPAN_RING = 1 << 15
@@ -131,6 +135,7 @@ class ArenaLayout:
     kv: int
     num_pages: int
     max_pages: int  # of one sequence
+    step_rows: int  # the most that one step may have
     scratch: dict[str, int]
     worker_scratch: tuple[int, ...]  # per compute lane: its first worker's
     ring: int
@@ -138,6 +143,9 @@ class ArenaLayout:
     slot_nbytes: int
     weights: int
     weights_nbytes: int
+    route_numbers: int  # the newest route's number, then the layers of the newest ROUTE_RING
+    expert_slots: int
+    num_expert_slots: int
     nbytes: int
 
     def counter(self, number: int) -> int:
@@ -170,6 +178,7 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
     tickets = tuple(take(instructions * t.TICKET_NBYTES) for _ in threads)
     records = take(RECORD_RING * record["nbytes"])
     workers = tuple(take(count * t.WORKER_NBYTES) for count in threads)
+    route_numbers = take((1 + t.ROUTE_RING) * 8)
     disk = take((DISK_STATISTICS + DISK_SPAN_RING * DISK_SPAN_FIELDS) * 8)
     budget_start = cursor
     constants = take(blueprint.catalog.constants_nbytes)
@@ -180,24 +189,11 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
         offset += source.shape[0] * 4  # a group's biases follow each other: they are read as one
     kv = take(placement.kv_nbytes)
     plan = blueprint.scratch
-    scratch = {
-        name: take(getattr(plan, name))
-        for name in (
-            "residual",
-            "qkv",
-            "cos",
-            "sin",
-            "attended",
-            "attended_chunk",
-            "activated",
-            "activated_chunk",
-            "logits",
-            "gather",
-        )
-    }
+    scratch = {name: take(getattr(plan, name)) for name in SHARED_BUFFERS}
     worker_scratch = tuple(take(count * plan.worker_nbytes) for count in threads)
     ring = take(placement.slots_nbytes)
     weights = take(placement.weights_nbytes)
+    expert_slots = take(placement.experts_nbytes)
     used = cursor - budget_start
     assert used == placement.total_nbytes, (used, placement.total_nbytes)
     return ArenaLayout(
@@ -217,6 +213,7 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
         kv=kv,
         num_pages=placement.kv_pages,
         max_pages=max_pages,
+        step_rows=t.MAX_DECODE_ROWS + blueprint.options.prefill_chunk,
         scratch=scratch,
         worker_scratch=worker_scratch,
         ring=ring,
@@ -224,5 +221,8 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
         slot_nbytes=placement.slot_nbytes,
         weights=weights,
         weights_nbytes=placement.weights_nbytes,
+        route_numbers=route_numbers,
+        expert_slots=expert_slots,
+        num_expert_slots=placement.expert_slots,
         nbytes=cursor,
     )

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shadowlane.actors.expert_sources import ExpertPlan, layouts_of, plan_experts
+from shadowlane.actors.scratch import LAYOUT_OF, ScratchPlan, plan_scratch
 from shadowlane.actors.spec import DataType, KvType, Options
 from shadowlane.ops.decoder import (
     DecoderConfig,
@@ -20,13 +22,10 @@ from shadowlane.ops.decoder import (
     read_decoder,
 )
 from shadowlane.ops.files import ModelFiles, TensorSource, open_model
-from shadowlane.ops.layouts import LAYOUTS, quantised_nbytes
+from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.table import (
     MAX_BLOCK_ROWS,
     MAX_DECODE_ROWS,
-    PANEL_ROWS,
-    QUERY_ROWS,
-    WORDS_NBYTES,
 )
 from shadowlane.planner.catalog import Block, Catalog, Group
 from shadowlane.planner.context import DEFAULT_CONTEXT
@@ -38,8 +37,6 @@ BLOCK_NBYTES = 4 << 20
 MIN_TILE_ROWS = 256
 MAX_TILES_OF_SMALL = 4
 PAGE_TOKENS = 32
-
-LAYOUT_OF = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,77 +65,6 @@ class BlockSource:
 
 
 @dataclass(frozen=True, slots=True)
-class ScratchPlan:
-    """Bytes of each activation buffer. R = rows of a step, W = workers, chunk = prefill rows."""
-
-    residual: int  # f32 [R, hidden]
-    qkv: int  # f32 [R, q + k + v]
-    cos: int  # f32 [R, head_dim / 2]
-    sin: int
-    attended: int  # f32 [MAX_DECODE_ROWS, heads * head_dim]
-    attended_chunk: int  # compute type [chunk, heads * head_dim]
-    activated: int  # f32 [MAX_DECODE_ROWS, intermediate]
-    activated_chunk: int  # compute type [chunk, intermediate]
-    logits: int  # f32 [logit rows of a step, vocabulary]
-    gather: int  # [R, embedding row]
-    worker_input: int  # one worker's scratch: normalised inputs
-    worker_quantised: int  # the same for packed weights
-    worker_output: int  # results of a chunk of rows
-    worker_expand: int  # dot results and expanded rows; attention queries
-    worker_scores: int
-    worker_tile: int  # a panel of a packed block in the compute type
-    worker_normalised: int  # of a chunk, in the compute type
-    worker_products: int
-    worker_queries: int
-    worker_cached: int  # keys and values of one head
-    worker_mask: int
-    worker_words: int
-
-    @property
-    def worker_regions(self) -> tuple[int, ...]:
-        """Bytes of each part of one worker's scratch, whole pages, as they lie."""
-        return tuple(
-            whole_pages(size)
-            for size in (
-                self.worker_expand,
-                self.worker_input,
-                self.worker_quantised,
-                self.worker_output,
-                self.worker_scores,
-                self.worker_tile,
-                self.worker_normalised,
-                self.worker_products,
-                self.worker_queries,
-                self.worker_cached,
-                self.worker_mask,
-                self.worker_words,
-            )
-        )
-
-    @property
-    def worker_nbytes(self) -> int:
-        return sum(self.worker_regions)
-
-    @property
-    def shared_nbytes(self) -> int:
-        return sum(
-            whole_pages(size)
-            for size in (
-                self.residual,
-                self.qkv,
-                self.cos,
-                self.sin,
-                self.attended,
-                self.attended_chunk,
-                self.activated,
-                self.activated_chunk,
-                self.logits,
-                self.gather,
-            )
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Blueprint:
     """A model cut into blocks, with everything a lane needs to run it."""
 
@@ -161,6 +87,13 @@ class Blueprint:
     context_limit: int  # longest context that scratch has room for
     notes: tuple[str, ...]
     unexpected: tuple[str, ...]  # tensors of the file that nothing uses
+    experts: ExpertPlan | None  # of a mixture
+
+    @property
+    def layouts(self) -> set[str]:
+        """Of all weights: what operators are needed for."""
+        found = {source.layout for source in self.sources}
+        return found | (layouts_of(self.experts.formats) if self.experts else set())
 
 
 def block_rows(rows: int, row_nbytes: int) -> int:
@@ -193,7 +126,7 @@ def cut_model(
     unexpected = check_tensors(config, files.tensors)
     if layers is not None:
         layers = min(layers, config.num_layers)
-        config = replace(config, num_layers=layers, windows=config.windows[:layers])
+        config = first_layers(config, layers)
     if options.context is not None and not 1 <= options.context <= config.max_context:
         raise ValueError(
             f"ctx_size must be between 1 and the model's {config.max_context}; "
@@ -207,6 +140,7 @@ def cut_model(
     descriptions = describe_groups(config)
     dtype, notes = choose_dtype(files, config, options.dtype)
 
+    experts = plan_experts(config, files)
     sources: list[BlockSource] = []
     blocks: list[Block] = []
     groups: list[Group] = []
@@ -230,7 +164,7 @@ def cut_model(
             )
         sources.extend(cut)
         indices = tuple(range(first, len(sources)))
-        groups.append(_catalog_group(description, config, files.tensors, indices))
+        groups.append(_catalog_group(description, config, files.tensors, experts, indices))
         if any(part.tensor == embedding_name for part in description.parts):
             embedding_blocks, embedding_height = indices, cut[0].num_rows
     streamed = [
@@ -239,7 +173,7 @@ def cut_model(
         if block.group != "embed"
     ]
     constants = tuple(files.tensors[name] for name in _constant_names(descriptions))
-    scratch = _plan_scratch(
+    scratch = plan_scratch(
         config, sources, files.tensors[embedding_name], options, dtype, context_limit
     )
     kv_layout = choose_kv(options.kv, dtype, config.head_dim)
@@ -260,6 +194,7 @@ def cut_model(
         page_tokens=PAGE_TOKENS,
         page_nbytes=page_nbytes,
         max_context=context_limit,
+        experts=experts.catalog if experts else None,
     )
     return Blueprint(
         root=files.root,
@@ -281,7 +216,17 @@ def cut_model(
         context_limit=context_limit,
         notes=notes,
         unexpected=tuple(unexpected),
+        experts=experts,
     )
+
+
+def first_layers(config: DecoderConfig, count: int) -> DecoderConfig:
+    """The same decoder cut off after so many layers."""
+    moe = config.moe
+    if moe is not None:
+        left = tuple(layer for layer in moe.sparse_layers if layer < count)
+        moe = replace(moe, sparse_layers=left) if left else None
+    return replace(config, num_layers=count, windows=config.windows[:count], moe=moe)
 
 
 def choose_dtype(
@@ -371,6 +316,7 @@ def _catalog_group(
     description: GroupDescription,
     config: DecoderConfig,
     tensors: dict[str, TensorSource],
+    experts: ExpertPlan | None,
     indices: tuple[int, ...],
 ) -> Group:
     if description.kind == "attn":
@@ -378,6 +324,13 @@ def _catalog_group(
         return Group(
             description.name, "attn", description.layer, "", config.num_kv_heads, 0, (), 4 * heads
         )
+    moe = config.moe
+    if description.kind == "experts" and moe is not None and experts is not None:
+        sparse = moe.sparse_layers.index(description.layer or 0)
+        layout = experts.formats[sparse][0].layout
+        flops = 2 * moe.top_k * 3 * moe.inner * config.hidden_size
+        hidden = config.hidden_size
+        return Group(description.name, "experts", description.layer, layout, 1, hidden, (), flops)
     parts = description.parts
     rows = sum(part.rows for part in parts)
     output_rows = parts[0].rows if description.kind == "gate_up" else rows
@@ -399,7 +352,7 @@ def _catalog_group(
 def _constant_names(descriptions: tuple[GroupDescription, ...]) -> list[str]:
     names: list[str] = []
     for group in descriptions:
-        for name in (group.norm, group.q_norm, group.k_norm):
+        for name in (group.norm, group.q_norm, group.k_norm, group.sinks):
             if name:
                 names.append(name)
         names.extend(part.bias for part in group.parts if part.bias)
@@ -409,72 +362,3 @@ def _constant_names(descriptions: tuple[GroupDescription, ...]) -> list[str]:
 def _constant_nbytes(source: TensorSource) -> int:
     """Constants are held as float32."""
     return source.shape[0] * 4
-
-
-def _plan_scratch(
-    config: DecoderConfig,
-    sources: list[BlockSource],
-    embedding: TensorSource,
-    options: Options,
-    dtype: DataType,
-    context: int,
-) -> ScratchPlan:
-    rows = MAX_DECODE_ROWS + options.prefill_chunk
-    chunk = options.prefill_chunk
-    element = 4 if dtype == "float32" else 2
-    heads_width = config.num_heads * config.head_dim
-    qkv_width = heads_width + 2 * config.num_kv_heads * config.head_dim
-    widest = max(config.hidden_size, config.intermediate_size, heads_width)
-    grouped = config.num_heads // config.num_kv_heads
-
-    def is_in_place(source: BlockSource) -> bool:
-        return source.layout == LAYOUT_OF[dtype] and not source.offset % element
-
-    in_place = [source.num_rows for source in sources if is_in_place(source)]
-    expanded = [
-        min(source.num_rows, PANEL_ROWS)
-        * LAYOUTS[source.layout].block_elements
-        * (source.row_nbytes // LAYOUTS[source.layout].block_nbytes)
-        * element
-        for source in sources
-        if not is_in_place(source)
-    ]
-    if not chunk >= 1:
-        raise ValueError(f"prefill_chunk must be at least 1; got {chunk}")
-    if options.logit_rows < 1:
-        raise ValueError(f"logit_rows must be at least 1; got {options.logit_rows}")
-    return ScratchPlan(
-        residual=rows * config.hidden_size * 4,
-        qkv=rows * qkv_width * 4,
-        cos=rows * config.head_dim // 2 * 4,
-        sin=rows * config.head_dim // 2 * 4,
-        attended=MAX_DECODE_ROWS * heads_width * 4,
-        attended_chunk=chunk * heads_width * element,
-        activated=MAX_DECODE_ROWS * config.intermediate_size * 4,
-        activated_chunk=chunk * config.intermediate_size * element,
-        logits=options.step_logits * config.vocab_size * 4,
-        gather=rows * gather_stride(embedding),
-        worker_input=max(MAX_DECODE_ROWS, options.step_logits) * config.hidden_size * 4,
-        worker_quantised=max(MAX_DECODE_ROWS, options.step_logits) * quantised_stride(config),
-        worker_output=2 * MAX_DECODE_ROWS * MAX_BLOCK_ROWS * 4,
-        worker_expand=256 + max(4 * widest, (3 + 2 * grouped) * config.head_dim) * 4,
-        worker_scores=grouped * context * 4,
-        worker_tile=max(expanded, default=0),
-        worker_normalised=chunk * config.hidden_size * element,
-        worker_products=2 * chunk * max([PANEL_ROWS, *in_place]) * element,
-        worker_queries=grouped * min(QUERY_ROWS, chunk) * config.head_dim * element,
-        worker_cached=2 * context * config.head_dim * element,
-        worker_mask=min(QUERY_ROWS, chunk) * context * element,
-        worker_words=WORDS_NBYTES,
-    )
-
-
-def quantised_stride(config: DecoderConfig) -> int:
-    """Bytes between quantised inputs of the widest operator."""
-    heads_width = config.num_heads * config.head_dim
-    return quantised_nbytes(max(config.hidden_size, config.intermediate_size, heads_width))
-
-
-def gather_stride(embedding: TensorSource) -> int:
-    """Bytes between the rows of the gather buffer."""
-    return -(-LAYOUTS[embedding.layout].row_nbytes(embedding.shape[1]) // 64) * 64

@@ -238,14 +238,20 @@ class Crew:
         """Read what a placement keeps in RAM; `statistics` are the disk lane's."""
         homes = self.homes.take(index for index, kept in enumerate(placement.resident) if kept)
         total = sum(self._blueprint.sources[block].nbytes for block in homes)
-        loading = self.disk_lane.call("load", homes)
-        while not loading.is_done():
-            tell("loading weights", int(statistics[disk.LOAD_NBYTES]) / total if total else None)
-            try:
-                loading.result(timeout=0.1)
-            except TimeoutError:
-                continue
-        loading.result()
+        jobs = [("load", (homes,))]
+        if self._blueprint.experts is not None:
+            jobs.append(("load_experts", ()))
+            total += placement.expert_slots * self._blueprint.experts.catalog.nbytes
+        for method, arguments in jobs:
+            loading = self.disk_lane.call(method, *arguments)
+            while not loading.is_done():
+                loaded = int(statistics[disk.LOAD_NBYTES])
+                tell("loading weights", min(1.0, loaded / total) if total else None)
+                try:
+                    loading.result(timeout=0.1)
+                except TimeoutError:
+                    continue
+            loading.result()
         tell("loading weights", 1.0)
 
     def make_room_for(self, placement: Placement) -> str | None:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -29,8 +30,11 @@ from shadowlane.actors.arena import (
     ArenaHandle,
     ArenaLayout,
 )
-from shadowlane.actors.blueprint import PAGE, BlockSource, Blueprint, gather_stride
+from shadowlane.actors.blueprint import PAGE, BlockSource, Blueprint
+from shadowlane.actors.expert_reader import ExpertReader, all_extents
+from shadowlane.actors.expert_sources import Extent
 from shadowlane.actors.lowering import lane_number
+from shadowlane.actors.scratch import gather_stride
 from shadowlane.actors.spec import READ_DEPTH
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import (
@@ -46,7 +50,16 @@ from shadowlane.planner.program import Program, Read
 LOOK_UP_NS = 50_000_000
 
 # fields of the lane's statistics, int64
-SWEEP_NBYTES, LOAD_NBYTES, GATHER_NBYTES, BUSY_NS, NUM_READS, NUM_SPANS, BUFFERED = range(7)
+(
+    SWEEP_NBYTES,
+    LOAD_NBYTES,
+    GATHER_NBYTES,
+    BUSY_NS,
+    NUM_READS,
+    NUM_SPANS,
+    BUFFERED,
+    EXPERT_NBYTES,
+) = range(8)
 
 Span = Callable[[str], AbstractContextManager[object]]
 
@@ -111,10 +124,10 @@ class DiskLane:
         self._depth = depth
         self._prefetch = prefetch
         self._span = span or (lambda name: nullcontext())
-        self._files = {
-            path: ModelFile(path, direct)
-            for path in sorted({source.path for source in blueprint.sources})
-        }
+        paths = {source.path for source in blueprint.sources}
+        if blueprint.experts is not None:
+            paths |= {each.path for one in blueprint.experts.sources for each in one.extents}
+        self._files = {path: ModelFile(path, direct) for path in sorted(paths)}
         self._statistics = self._arena.view(layout.disk, np.int64, DISK_STATISTICS)
         self._statistics[BUFFERED] = int(any(not each.direct for each in self._files.values()))
         self._spans = self._arena.view(
@@ -134,6 +147,11 @@ class DiskLane:
         # Steps after this one are gathered for, however late the thread comes up.
         self._last_step = counter_value(self._address(STEP_COUNTER))
         self.error: str | None = None
+        self._experts: ExpertReader | None = None
+        if blueprint.experts is not None:
+            self._experts = ExpertReader(
+                blueprint, layout, self._arena, self._read_missing, self._is_over
+            )
 
     # -- calls from the engine
 
@@ -143,7 +161,34 @@ class DiskLane:
         They count as resident once a placement that keeps them is adopted. Raises OSError, or
         ValueError if a file ends early.
         """
+
+        def load_block(block: int, home: int, lock: threading.Lock) -> None:
+            nbytes = self._read(self._blueprint.sources[block], home, 0, block)
+            with lock:
+                self._statistics[LOAD_NBYTES] += nbytes
+
         todo = sorted(homes.items(), key=lambda each: self._key(each[0]))
+        self._load_all([partial(load_block, block, home) for block, home in todo])
+
+    def load_experts(self) -> None:
+        """Fill the slots of a mixture's experts. Raises like `load`."""
+        experts = self._experts
+        assert experts is not None, "a dense model has no experts to load"
+        first_span = len(self._blueprint.sources)
+
+        def load_expert(
+            key: int, home: int, reads: Sequence[tuple[Extent, int]], lock: threading.Lock
+        ) -> None:
+            nbytes = sum(self._read(extent, at, 0, first_span + key) for extent, at in reads)
+            with lock:
+                experts.loaded(key, home)
+                self._statistics[LOAD_NBYTES] += nbytes
+
+        self._load_all([partial(load_expert, *each) for each in all_extents(experts.first_reads())])
+
+    def _load_all(self, jobs: list[Callable[[threading.Lock], None]]) -> None:
+        """Run jobs in their order, `depth` at a time; each gets a lock for what they share."""
+        todo = jobs[::-1]
         lock = threading.Lock()
         failures: list[Exception] = []
 
@@ -152,16 +197,13 @@ class DiskLane:
                 with lock:
                     if not todo:
                         return
-                    block, home = todo.pop()
+                    job = todo.pop()
                 try:
-                    nbytes = self._read(block, home, step=0)
+                    job(lock)
                 except Exception as error:  # reported below, by the caller's thread
                     failures.append(error)
                     return
-                with lock:
-                    self._statistics[LOAD_NBYTES] += nbytes
 
-        todo.reverse()
         threads = [threading.Thread(target=work, daemon=True) for _ in range(self._depth)]
         for thread in threads:
             thread.start()
@@ -216,9 +258,12 @@ class DiskLane:
             threading.Thread(target=self._guarded, args=(self._read_sweeps,), daemon=True)
             for _ in range(self._depth)
         ]
-        threads.append(
-            threading.Thread(target=self._guarded, args=(self._gather_steps,), daemon=True)
-        )
+        loops = [self._gather_steps]
+        if self._experts is not None and not self._experts.holds_all:
+            loops += [self._experts.follow] + self._depth * [self._experts.work]
+        threads += [
+            threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops
+        ]
         for thread in threads:
             thread.start()
         self._guarded(self._follow_sweeps)
@@ -292,7 +337,9 @@ class DiskLane:
         block = sweep.blocks[(ordinal - sweep.base) % len(sweep.blocks)]
         slot = ordinal % sweep.num_slots
         step = (ordinal - sweep.base) // len(sweep.blocks)
-        nbytes = self._read(block, self._layout.ring + slot * self._layout.slot_nbytes, step)
+        source = self._blueprint.sources[block]
+        home = self._layout.ring + slot * self._layout.slot_nbytes
+        nbytes = self._read(source, home, step, block)
         with self._lock:
             self._statistics[SWEEP_NBYTES] += nbytes
             self._arrived.add(ordinal)
@@ -368,9 +415,17 @@ class DiskLane:
             if stamp.path == path:
                 stamp.check_unchanged()
 
-    def _read(self, block: int, home: int, step: int) -> int:
-        """Read a block's enclosing range to an arena offset. Returns the bytes of its weights."""
-        source = self._blueprint.sources[block]
+    def _read_missing(self, extent: Extent, home: int, step: int, number: int) -> None:
+        """For the expert reader."""
+        nbytes = self._read(extent, home, step, number)
+        with self._lock:
+            self._statistics[EXPERT_NBYTES] += nbytes
+
+    def _read(self, source: BlockSource | Extent, home: int, step: int, number: int) -> int:
+        """Read an enclosing range to an arena offset. Returns the bytes wanted of it.
+
+        number: in the span of this read; a block, or behind all blocks the key of an expert.
+        """
         self._check_unchanged(source.path)
         started = now_ns()
         with self._lock:
@@ -386,7 +441,7 @@ class DiskLane:
                 self._statistics[BUSY_NS] += ended - self._busy_since
                 self._busy_since = ended
                 place = int(self._statistics[NUM_SPANS]) % DISK_SPAN_RING
-                self._spans[place] = (step, block, started, ended, source.nbytes)
+                self._spans[place] = (step, number, started, ended, source.nbytes)
                 self._statistics[NUM_SPANS] += 1
                 self._statistics[NUM_READS] += 1
         return source.nbytes
@@ -427,7 +482,7 @@ class ModelFile:
         start = -int(buffer.ctypes.data) % PAGE
         os.preadv(self._descriptor, [memoryview(buffer)[start : start + PAGE]], 0)
 
-    def read_block(self, source: BlockSource, memory: np.ndarray, home: int) -> None:
+    def read_block(self, source: BlockSource | Extent, memory: np.ndarray, home: int) -> None:
         """Read a block's enclosing range to `memory[home:]`; the weights begin at its skew."""
         wanted = source.skew + source.nbytes
         start = source.offset - source.skew

@@ -131,7 +131,7 @@ class Engine:
             self.blueprint.options.step_logits,
             self.blueprint.config.vocab_size,
         )
-        layouts = {source.layout for source in self.blueprint.sources}
+        layouts = self.blueprint.layouts
         tell("starting the lanes" if is_warm(layouts) else "compiling kernels, once", None)
         opened = self.crew.open(arena, self.layout)
         self._write_constants(arena)
@@ -175,6 +175,10 @@ class Engine:
             for source in self.blueprint.constants
         ]
         self.files.check_unchanged()  # a file cut short meanwhile gave less than was asked for
+        if self.blueprint.experts is not None:
+            experts = self.blueprint.experts.sources
+            places = arena.view(layout.scratch["expert_places"], np.int32, len(experts), 3)
+            places[:] = [source.places for source in experts]
         for source, raw in zip(self.blueprint.constants, read, strict=True):
             count = source.shape[0]
             values = arena.view(layout.constant_offsets[source.name], np.float32, count)

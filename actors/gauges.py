@@ -65,7 +65,10 @@ class Gauges:
             spec.name: (busy[spec.name][0], multiplied[number])
             for number, spec in enumerate(self._lanes)
         }
-        read = int(self._disk[disk.SWEEP_NBYTES]) + int(self._disk[disk.GATHER_NBYTES])
+        read = sum(
+            int(self._disk[field])
+            for field in (disk.SWEEP_NBYTES, disk.GATHER_NBYTES, disk.EXPERT_NBYTES)
+        )
         use[DISK_LANE] = (busy[DISK_LANE][0], read)
         return use
 

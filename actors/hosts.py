@@ -100,7 +100,7 @@ class CpuLaneHost:
 
         was_warm = is_warm()
         warm_decode()
-        warm_layouts(source.layout for source in blueprint.sources)
+        warm_layouts(blueprint.layouts)
         if not was_warm:
             warm_prefill()
         self._lane = CpuLane(self._number, self._cores, blueprint, layout, handle, self._span)

@@ -7,13 +7,23 @@ from itertools import accumulate
 
 import numpy as np
 
-from shadowlane.actors.arena import DISK_COUNTER, GATHER_COUNTER, ArenaLayout
-from shadowlane.actors.blueprint import (
+from shadowlane.actors.arena import (
+    DISK_COUNTER,
+    GATHER_COUNTER,
+    READY_COUNTER,
+    REQUEST_COUNTER,
+    SUMMED_COUNTER,
+    ArenaLayout,
+)
+from shadowlane.actors.blueprint import UNIT_ROWS, Blueprint
+from shadowlane.actors.expert_sources import MatrixFormat
+from shadowlane.actors.scratch import (
     LAYOUT_OF,
-    UNIT_ROWS,
-    Blueprint,
     gather_stride,
+    quantised_inputs,
     quantised_stride,
+    route_layout,
+    router_stride,
 )
 from shadowlane.ops import table as t
 from shadowlane.ops.decoder import GroupDescription
@@ -34,6 +44,8 @@ KINDS = {
     "o": t.LINEAR,
     "gate_up": t.GATE_UP,
     "down": t.LINEAR,
+    "router": t.ROUTER,
+    "experts": t.EXPERTS,
     "lm_head": t.LM_HEAD,
 }
 
@@ -105,12 +117,61 @@ def make_geometry(
         t.RECORD_SCALING: record["scaling"],
         t.MAX_PAGES: layout.max_pages,
         t.COMPUTE_LAYOUT: LAYOUTS[LAYOUT_OF[blueprint.dtype]].id,
+        t.SCRATCH_SPARE: starts[2] + quantised_inputs(blueprint.options) * quantised_stride(config),
+        t.SCRATCH_GATHERED: starts[12],
+        t.SCRATCH_ACTIVATED: starts[13],
+        **_expert_fields(blueprint, layout),
     }
     geometry = np.zeros(t.GEOMETRY_FIELDS, np.int64)
     assert set(fields) == set(range(t.GEOMETRY_FIELDS)), "every field of the geometry is set"
     for field, value in fields.items():
         geometry[field] = value
     return geometry
+
+
+def _expert_fields(blueprint: Blueprint, layout: ArenaLayout) -> dict[int, int]:
+    """The part of the geometry that describes the experts of a mixture; 0 in a dense model."""
+    moe, scratch = blueprint.config.moe, layout.scratch
+    fields = {
+        t.ROUTES: scratch["routes"],
+        t.ROUTE_NUMBER: layout.route_numbers,
+        t.EXPERT_WORDS: scratch["expert_words"],
+        t.EXPERT_PLACES: scratch["expert_places"],
+        t.EXPERT_SLOTS: layout.expert_slots,
+        t.READY_COUNTER: READY_COUNTER,
+        t.REQUEST_COUNTER: REQUEST_COUNTER,
+        t.SUMMED_COUNTER: SUMMED_COUNTER,
+        t.EXPERT_ACTIVATED: scratch["expert_activated"],
+        t.EXPERT_OUTPUT: scratch["expert_output"],
+        t.EXPERT_OUTPUT_CHUNK: scratch["expert_output_chunk"],
+        t.ROUTER_STRIDE: router_stride(blueprint.config),
+    }
+    offsets: dict[str, int] = {}
+    if moe is not None and blueprint.experts is not None:
+        offsets = route_layout(blueprint.config, layout.step_rows)
+        fields |= {
+            t.NUM_EXPERTS: moe.num_experts,
+            t.TOP_K: moe.top_k,
+            t.EXPERT_INNER: moe.inner,
+            t.NORMALISES_TOP_K: int(moe.norm_topk or moe.softmax_chosen),
+            t.EXPERT_NBYTES: blueprint.experts.catalog.slot_nbytes,
+        }
+    else:
+        for field in (t.NUM_EXPERTS, t.TOP_K, t.EXPERT_INNER, t.NORMALISES_TOP_K, t.EXPERT_NBYTES):
+            fields[field] = 0
+    for field, name in (
+        (t.ROUTE_NBYTES, "nbytes"),
+        (t.ROUTE_IDS, "ids"),
+        (t.ROUTE_WEIGHTS, "weights"),
+        (t.ROUTE_STARTS, "starts"),
+        (t.ROUTE_PAIRS, "pairs"),
+        (t.ROUTE_ORDER, "order"),
+        (t.ROUTE_MISSING, "missing"),
+        (t.ROUTE_HALVES, "halves"),
+        (t.ROUTE_WHOLES, "wholes"),
+    ):
+        fields[field] = offsets.get(name, 0)
+    return fields
 
 
 def lower(
@@ -129,11 +190,14 @@ def lower(
     ordinals = {block: ordinal for ordinal, block in enumerate(placement.sweep)}
     blocks = np.array(
         [
-            _block_row(blueprint, index, homes.get(index), ordinals.get(index, -1))
-            for index in range(len(blueprint.sources))
+            *(
+                _block_row(blueprint, index, homes.get(index), ordinals.get(index, -1))
+                for index in range(len(blueprint.sources))
+            ),
+            *_expert_rows(blueprint),
         ],
         np.int64,
-    ).reshape(len(blueprint.sources), t.BLOCK_COLUMNS)
+    ).reshape(-1, t.BLOCK_COLUMNS)
     by_name = {group.name: number for number, group in enumerate(blueprint.groups)}
     items: list[tuple[int, ...]] = []
     instructions = np.full((len(program.instructions), t.INSTRUCTION_COLUMNS), -1, np.int64)
@@ -160,6 +224,9 @@ def lower(
             # few KV heads over several workers leave some idle: their query heads are shared out
             grouped = config.num_heads // config.num_kv_heads
             row[t.HEAD_SPLITS] = grouped if row[t.ITEM_COUNT] % num_workers else 1
+        elif kind == "experts":
+            row[t.ITEM_START], row[t.ITEM_COUNT], row[t.TILE_START], row[t.TILE_COUNT] = 0, 0, 0, 0
+            row[t.EXPERT_CHUNKS] = _expert_chunks(blueprint, row[t.SPARSE_LAYER], num_workers)
         else:
             row[t.ITEM_START] = len(items)
             items.extend(_chunks(blueprint, number, instruction, num_workers))
@@ -175,6 +242,43 @@ def lower(
     )
 
 
+def _expert_rows(blueprint: Blueprint) -> list[tuple[int, ...]]:
+    """Three rows per sparse layer, behind those of the blocks: formats of gate, up and down."""
+    layers = blueprint.experts.formats if blueprint.experts else ()
+    return [_expert_row(matrix) for formats in layers for matrix in formats]
+
+
+def _expert_row(matrix: MatrixFormat) -> tuple[int, ...]:
+    columns = {
+        t.OFFSET: -1,
+        t.SWEEP_ORDINAL: -1,
+        t.SKEW: 0,
+        t.BLOCK_FIRST_ROW: 0,
+        t.BLOCK_NUM_ROWS: matrix.rows,
+        t.ROW_NBYTES: matrix.row_nbytes,
+        **_format_columns(matrix.layout),
+    }
+    return tuple(columns[column] for column in range(t.BLOCK_COLUMNS))
+
+
+def _format_columns(layout: str) -> dict[int, int]:
+    return {
+        t.LAYOUT: LAYOUTS[layout].id,
+        t.OPERATOR: matvec_address(layout),
+        t.EXPAND: expand_row_address(layout),
+        t.IS_PACKED: int(layout not in DIRECT_LAYOUTS),
+    }
+
+
+def _expert_chunks(blueprint: Blueprint, sparse_layer: int, num_workers: int) -> int:
+    """Decode items of each half of an expert: one for each worker, no taller than a tile may be."""
+    assert blueprint.experts is not None
+    gate, _, down = blueprint.experts.formats[sparse_layer]
+    least = -(-max(gate.rows, down.rows) // t.MAX_BLOCK_ROWS)
+    by_size = max(1, gate.rows * gate.row_nbytes // MIN_CHUNK_NBYTES)
+    return max(least, min(num_workers, by_size))
+
+
 def _block_row(blueprint: Blueprint, index: int, home: int | None, ordinal: int) -> tuple[int, ...]:
     source = blueprint.sources[index]
     columns = {
@@ -184,10 +288,7 @@ def _block_row(blueprint: Blueprint, index: int, home: int | None, ordinal: int)
         t.BLOCK_FIRST_ROW: source.first_row,
         t.BLOCK_NUM_ROWS: source.num_rows,
         t.ROW_NBYTES: source.row_nbytes,
-        t.LAYOUT: LAYOUTS[source.layout].id,
-        t.OPERATOR: matvec_address(source.layout),
-        t.EXPAND: expand_row_address(source.layout),
-        t.IS_PACKED: int(source.layout not in DIRECT_LAYOUTS),
+        **_format_columns(source.layout),
     }
     return tuple(columns[column] for column in range(t.BLOCK_COLUMNS))
 
@@ -211,6 +312,18 @@ def _fill(
             for index in blueprint.catalog.groups[row[t.GROUP]].blocks
         )
     )
+    moe = config.moe
+    is_sparse = moe is not None and group.layer in moe.sparse_layers
+    if moe is not None and is_sparse:
+        sparse = moe.sparse_layers.index(group.layer or 0)
+        row[t.SPARSE_LAYER] = sparse
+        row[t.EXPERT_BLOCKS] = len(blueprint.sources) + 3 * sparse
+        if group.kind == "down" and moe.has_shared_gate:
+            row[t.SHARED_GATE] = scratch["router"] + 4 * moe.num_experts
+    if group.kind == "experts":
+        assert blueprint.experts is not None
+        gate, up, _ = blueprint.experts.formats[row[t.SPARSE_LAYER]]
+        row[t.QUANTISES] = int(any(each.layout not in DIRECT_LAYOUTS for each in (gate, up)))
     row[t.EPILOGUE] = t.ADD if group.kind in ("o", "down") else t.STORE
     buffers = {
         "embed": ("residual", "residual", "residual", "residual"),
@@ -219,6 +332,8 @@ def _fill(
         "o": ("attended", "attended_chunk", "residual", "residual"),
         "gate_up": ("residual", "residual", "activated", "activated_chunk"),
         "down": ("activated", "activated_chunk", "residual", "residual"),
+        "router": ("residual", "residual", "router", "router"),
+        "experts": ("residual", "residual", "residual", "residual"),
         "lm_head": ("residual", "residual", "logits", "logits"),
     }[group.kind]
     for column, name in zip(

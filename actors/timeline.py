@@ -46,9 +46,8 @@ def make_timeline(
             _name(events, process, "disk:0", row, f"read {row}")
         rows[row] = end
         details = {"sweep": step, "bytes": nbytes}
-        events.append(
-            _event(f"read {catalog.blocks[block].group}", process, row, start, end, details)
-        )
+        what = catalog.blocks[block].group if block < len(catalog.blocks) else "expert"
+        events.append(_event(f"read {what}", process, row, start, end, details))
     return {"traceEvents": events, "displayTimeUnit": "ms", "metadata": {"notes": list(notes)}}
 
 

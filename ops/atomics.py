@@ -28,6 +28,7 @@ BEDS = 64  # byte offset of the first bed; two words: how many sleep in it, a co
 BED_NBYTES = 8
 LOOK_BACK = 7  # with the bed of the value itself as many as a cache line holds
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 202)
+SYS_SCHED_YIELD = {"x86_64": 24, "aarch64": 124}.get(platform.machine(), 24)
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 CLOCK_MONOTONIC = 1
 SLEEP_NS = 20_000_000  # a sleeper looks again after this, in case its publisher died half way
@@ -175,6 +176,12 @@ def now_ns() -> int:
     pair = _stack_pair()
     _clock_gettime(types.int32(CLOCK_MONOTONIC), pair)
     return read_i64(pair) * 1_000_000_000 + read_i64(pair + 8)
+
+
+@njit
+def rest() -> None:
+    """Let another thread have the core, if one waits for it."""
+    _syscall(SYS_SCHED_YIELD, 0, 0, 0, 0, 0, 0)
 
 
 @njit

@@ -10,17 +10,18 @@ from typing import Any
 
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import call_address, copy_bytes, read_f32
+from shadowlane.ops.attention import attend, cache_page, page_of, rotate_head, store_key_value
 from shadowlane.ops.compiled import njit
-from shadowlane.ops.kernels import EXPAND_AT, LAYOUT_F32, ONE, element_nbytes, rms_norm
-from shadowlane.ops.rows import convert_row, finish_row, silu_row
-from shadowlane.ops.walker import (
-    attend,
-    cache_page,
-    embed_row,
-    page_of,
-    rotate_head,
-    store_key_value,
+from shadowlane.ops.kernels import (
+    EXPAND_AT,
+    LAYOUT_F32,
+    ONE,
+    element_nbytes,
+    rms_norm,
+    weighted_sum,
 )
+from shadowlane.ops.rows import convert_row, finish_row, silu_row
+from shadowlane.ops.walker import embed_row
 
 
 @njit
@@ -195,4 +196,34 @@ def activate_tile(
             up_bias,
             out + index * stride,
             rows,
+        )
+
+
+@njit
+def add_scaled(
+    product: int,
+    layout: int,
+    count: int,
+    rows: int,
+    factors: int,
+    factor_stride: int,
+    out: int,
+    stride: int,
+) -> None:
+    """A product [count, rows] of a direct layout, row by row times a factor, added to an output.
+
+    factors: address of the first float32, `factor_stride` bytes apart; otherwise as `finish_tile`.
+    """
+    nbytes = element_nbytes(layout) * rows
+    for index in range(count):
+        weighted_sum(
+            layout,
+            product + index * nbytes,
+            0,
+            1,
+            rows,
+            factors + index * factor_stride,
+            0,
+            1,
+            out + index * stride,
         )

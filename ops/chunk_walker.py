@@ -25,11 +25,20 @@ from shadowlane.ops.atomics import (
     write_f32,
     write_i64,
 )
+from shadowlane.ops.blocks import block_address, wait_blocks
+from shadowlane.ops.chunk_experts import (
+    ABORTED,
+    DONE,
+    count_chunk_items,
+    expert_chunk_item,
+    is_in_place,
+    product,
+)
 from shadowlane.ops.chunk_kernels import (
     activate_tile,
+    add_scaled,
     decode_attention,
     embed_rows,
-    expand_tile,
     finish_tile,
     gather_cache,
     normalise_rows,
@@ -37,16 +46,17 @@ from shadowlane.ops.chunk_kernels import (
 )
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.kernels import element_nbytes
+from shadowlane.ops.routes import route
 from shadowlane.ops.rows import convert_row
 from shadowlane.ops.walker import (
-    block_address,
-    finish_item,
     gate_up_item,
+    is_last_item,
     linear_item,
     note_span,
     prepare_input,
+    retire,
+    shared_factor,
     ticket_at,
-    wait_blocks,
     wait_inputs,
     worker_at,
 )
@@ -76,6 +86,8 @@ def count_items(geometry: Any, row: Any, num_rows: int, num_prefill: int) -> int
     if row[t.KIND] == t.ATTENTION:
         parts = -(-num_prefill // t.QUERY_ROWS) if _has_few_heads(geometry, row) else 1
         return row[t.ITEM_COUNT] * parts
+    if row[t.KIND] == t.EXPERTS:
+        return count_chunk_items(geometry, num_rows)
     return max(1, row[t.TILE_COUNT])
 
 
@@ -99,38 +111,6 @@ def chunk_input(base: int, geometry: Any, row: Any, record: int, scratch: int) -
 
 
 @njit
-def _is_in_place(geometry: Any, block: Any, address: int) -> bool:
-    """Whether torch can multiply with a block as it is."""
-    layout = geometry[t.COMPUTE_LAYOUT]
-    return block[t.LAYOUT] == layout and address % element_nbytes(layout) == 0
-
-
-@njit
-def _product(
-    geometry: Any,
-    aten: Any,
-    block: Any,
-    weights: int,
-    rows: int,
-    x: int,
-    count: int,
-    cols: int,
-    out: int,
-    scratch: int,
-) -> bool:
-    """The chunk times rows of a block from address `weights`, [count, rows] of the compute type.
-
-    False: torch refused.
-    """
-    layout = geometry[t.COMPUTE_LAYOUT]
-    if not _is_in_place(geometry, block, weights):
-        source, weights = weights, scratch + geometry[t.SCRATCH_TILE]
-        expand_tile(block, source, rows, cols, layout, weights, scratch)
-    words = scratch + geometry[t.SCRATCH_WORDS]
-    return torch.multiply(aten, words, x, count, cols, weights, rows, out, layout)
-
-
-@njit
 def tile_item(
     base: int,
     geometry: Any,
@@ -151,31 +131,36 @@ def tile_item(
     count = load64(record + 8 * t.NUM_PREFILL)
     block, second = blocks[item[t.BLOCK]], blocks[item[t.BLOCK]]
     weights = block_address(base, geometry, block, record)
-    others, in_place = 0, _is_in_place(geometry, block, weights)
+    others, in_place = 0, is_in_place(geometry, block, weights)
     if row[t.KIND] == t.GATE_UP:
         second = blocks[item[t.SECOND_BLOCK]]
         others = block_address(base, geometry, second, record)
-        in_place = in_place and _is_in_place(geometry, second, others)
+        in_place = in_place and is_in_place(geometry, second, others)
     cols, total, num_rows = row[t.COLS], row[t.ROWS], block[t.BLOCK_NUM_ROWS]
     nbytes = element_nbytes(layout)
-    product = scratch + geometry[t.SCRATCH_PRODUCTS]
+    products = scratch + geometry[t.SCRATCH_PRODUCTS]
     panel = num_rows if in_place else min(num_rows, t.PANEL_ROWS)
-    up = product + count * panel * nbytes
+    up = products + count * panel * nbytes
     for at in range(0, num_rows, panel):
         rows, first = min(panel, num_rows - at), item[t.FIRST_ROW] + at
         bias = base + row[t.BIAS] + 4 * first if row[t.BIAS] >= 0 else 0
         place = weights + at * block[t.ROW_NBYTES]
-        if not _product(geometry, aten, block, place, rows, x, count, cols, product, scratch):
+        if not product(geometry, aten, block, place, rows, x, count, cols, products, scratch):
             return False
         if row[t.KIND] != t.GATE_UP:
             out = base + row[t.OUTPUT] + 4 * (load64(record + 8 * t.NUM_DECODE) * total + first)
-            finish_tile(product, layout, count, rows, bias, row[t.EPILOGUE], out, total * 4)
+            if row[t.SHARED_GATE] >= 0:
+                factors = shared_factor(base, geometry, row, load64(record + 8 * t.NUM_DECODE))
+                stride = geometry[t.ROUTER_STRIDE] * 4
+                add_scaled(products, layout, count, rows, factors, stride, out, total * 4)
+            else:
+                finish_tile(products, layout, count, rows, bias, row[t.EPILOGUE], out, total * 4)
             continue
         place = others + at * second[t.ROW_NBYTES]
-        if not _product(geometry, aten, second, place, rows, x, count, cols, up, scratch):
+        if not product(geometry, aten, second, place, rows, x, count, cols, up, scratch):
             return False
         activate_tile(
-            product,
+            products,
             up,
             layout,
             count,
@@ -373,14 +358,23 @@ def walk_chunk(
             elif kind == t.ATTENTION:
                 if not chunk_attention(base, geometry, aten, row, record, step, taken, scratch):
                     return FAILED
-            elif row[t.TILE_COUNT] > 0:
+            elif not prepared:
+                prepared = True
+                if inputs > 0:
+                    decode_x = prepare_input(base, geometry, row, record, inputs, scratch)
+                if kind != t.LM_HEAD:
+                    chunk_x = chunk_input(base, geometry, row, record, scratch)
+            if kind == t.EXPERTS:
+                outcome, late = expert_chunk_item(
+                    base, geometry, aten, row, blocks, record, taken, decode_x, chunk_x, scratch
+                )
+                if outcome == ABORTED:
+                    return 1
+                if outcome != DONE:
+                    return FAILED
+                waited += late
+            elif kind != t.EMBED and kind != t.ATTENTION and row[t.TILE_COUNT] > 0:
                 item = items[row[t.TILE_START] + taken]
-                if not prepared:
-                    prepared = True
-                    if inputs > 0:
-                        decode_x = prepare_input(base, geometry, row, record, inputs, scratch)
-                    if kind != t.LM_HEAD:
-                        chunk_x = chunk_input(base, geometry, row, record, scratch)
                 late = wait_blocks(base, geometry, row, item, blocks, record)
                 if late < 0:
                     return 1
@@ -398,7 +392,10 @@ def walk_chunk(
                     base, geometry, aten, row, item, blocks, record, chunk_x, scratch
                 ):
                     return FAILED
-            finish_item(base, geometry, row, record, num_items)
+            if is_last_item(base, geometry, row, record, num_items):
+                if kind == t.ROUTER:
+                    route(base, geometry, row, step, num_rows)
+                retire(base, geometry, row, record)
         if worked:
             note_span(base, geometry, worker, step, row[t.GROUP], start, now_ns(), waited)
     return WAIT_OK

@@ -30,6 +30,8 @@ LINEAR: Final = 1
 GATE_UP: Final = 2
 ATTENTION: Final = 3
 LM_HEAD: Final = 4
+ROUTER: Final = 5  # logits of all experts; who finishes it chooses for every row, see `routes.py`
+EXPERTS: Final = 6  # the chosen experts of one layer, in the order in which they are ready
 
 # what a LINEAR does with its result
 STORE: Final = 0
@@ -64,7 +66,11 @@ GATHERED: Final = 20  # EMBED: 1 if rows may have to come through the gather buf
 HEAD_SPLITS: Final = 21  # ATTENTION: decode items per KV head, each with its part of the queries
 ORDINAL: Final = 22  # this instruction's number in the lane's program: counter = base + ORDINAL + 1
 QUANTISES: Final = 23  # 1: some of its blocks are packed, so its inputs are quantised
-PEER_WAIT: Final = 24  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
+SPARSE_LAYER: Final = 24  # ROUTER, EXPERTS: number of the layer among those with experts
+EXPERT_BLOCKS: Final = 25  # EXPERTS: three rows of `blocks`: gate, up and down of each of them
+EXPERT_CHUNKS: Final = 26  # EXPERTS: decode items of each half (gate and up, down) of an expert
+SHARED_GATE: Final = 27  # LINEAR of a shared expert: where its rows' factors begin; -1: none
+PEER_WAIT: Final = 28  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
 INSTRUCTION_COLUMNS: Final = PEER_WAIT + MAX_LANES
 
 # items[j, ...]
@@ -144,8 +150,38 @@ BLOCK_COLUMNS: Final = 10
     RECORD_SCALING,
     MAX_PAGES,  # of one sequence
     COMPUTE_LAYOUT,  # id of the compute type
+    # of a mixture of experts; 0 in dense models
+    NUM_EXPERTS,
+    TOP_K,
+    EXPERT_INNER,  # width of one expert
+    NORMALISES_TOP_K,  # 1: weights are a softmax of the chosen alone
+    ROUTER_STRIDE,  # float32 of one row of the router's output
+    ROUTES,  # ROUTE_NBYTES per sparse layer; see `RouteLayout`
+    ROUTE_NBYTES,
+    ROUTE_IDS,  # offsets inside a route
+    ROUTE_WEIGHTS,
+    ROUTE_STARTS,
+    ROUTE_PAIRS,
+    ROUTE_ORDER,
+    ROUTE_MISSING,
+    ROUTE_HALVES,
+    ROUTE_WHOLES,
+    ROUTE_NUMBER,  # offset of the int64 that counts routes, then of ROUTE_RING layers by number
+    EXPERT_WORDS,  # int64 per expert; see `routes.py`
+    EXPERT_PLACES,  # int32 [experts, 3]: where gate, up and down begin in the slot of an expert
+    EXPERT_SLOTS,
+    EXPERT_NBYTES,  # of one slot
+    READY_COUNTER,
+    REQUEST_COUNTER,
+    SUMMED_COUNTER,
+    EXPERT_ACTIVATED,  # float32 [decode rows * TOP_K, EXPERT_INNER]
+    EXPERT_OUTPUT,  # float32 [decode rows * TOP_K, HIDDEN]
+    EXPERT_OUTPUT_CHUNK,  # compute type [chunk * TOP_K, HIDDEN]
+    SCRATCH_SPARE,  # room for one more quantised input in a worker's scratch
+    SCRATCH_GATHERED,  # compute type [chunk, HIDDEN]: the inputs of one expert
+    SCRATCH_ACTIVATED,  # compute type [chunk, EXPERT_INNER]
     GEOMETRY_FIELDS,
-) = range(55)
+) = range(84)
 
 # a step record begins with these int64
 STEP: Final = 0
@@ -158,6 +194,19 @@ SAME_SEQUENCE: Final = 6  # decode rows are consecutive tokens of one sequence
 DISK_BASE: Final = 7  # blocks retired by the disk lane before this step's sweep
 LANE_BASE: Final = 8  # MAX_LANES fields: instructions retired by each lane before this step
 RECORD_HEADER_FIELDS: Final = LANE_BASE + MAX_LANES
+
+# a route begins with these int64
+ROUTE_SEQUENCE: Final = 0  # the number of this route, from 1; each choice of a layer is one
+NUM_CHOSEN: Final = 1  # different experts
+NUM_RESIDENT: Final = 2  # of these, in RAM when they were chosen
+READY_BASE: Final = 3  # READY_COUNTER before the first of them was ready
+NUM_FINISHED: Final = 4  # computed for all rows
+ROUTE_STEP: Final = 5
+ALL_RESIDENT: Final = 6  # since the start: NUM_RESIDENT summed
+ALL_CHOSEN: Final = 7
+ROUTE_HEADER_FIELDS: Final = 8
+ROUTE_RING: Final = 1024  # newest routes whose layers are known
+SLOT_BITS: Final = 24  # of an expert's word: slot + 1, or 0; above them the route that used it last
 
 NUM_BEDS: Final = 64  # of a counter's sleepers, see `atomics.py`
 COUNTER_NBYTES: Final = 64 + 8 * NUM_BEDS
@@ -198,6 +247,42 @@ class RecordLayout:
             "scaling": self.sequences,
         }
         offset = RECORD_HEADER_FIELDS * 8
+        result = {}
+        for name, count in sizes.items():
+            result[name] = offset
+            offset += count * 4
+        result["nbytes"] = -(-offset // 64) * 64
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class RouteLayout:
+    """Offsets of the arrays in a route: what the rows of one step chose in one layer."""
+
+    rows: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of each array, and "nbytes" for all of them. A *pair* is row * top_k + rank.
+
+        ids, weights: [rows, top_k] by rank; pairs: sorted by expert, those of expert e from
+        starts[e] to starts[e + 1]; order: experts as they became ready; missing: those to be read;
+        halves, wholes: items done of the expert at each place in `order`.
+        """
+        pairs = self.rows * self.top_k
+        sizes = {
+            "ids": pairs,
+            "weights": pairs,
+            "starts": self.num_experts + 1,
+            "pairs": pairs,
+            "order": self.num_experts,
+            "missing": self.num_experts,
+            "halves": self.num_experts,
+            "wholes": self.num_experts,
+        }
+        offset = ROUTE_HEADER_FIELDS * 8
         result = {}
         for name, count in sizes.items():
             result[name] = offset

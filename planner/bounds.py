@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import DECODE, CostModel, Workload
+from shadowlane.planner.hit_rate import expected_distinct
 from shadowlane.planner.placement import MIN_SLOTS, Placement, whole_pages
 
 
@@ -27,9 +28,9 @@ def bounds(
     """Of `placement` only the budget, the lanes and the context count, never its choices.
 
     Least disk time: as much as possible resident beside constants, scratch, the KV of this context
-    and the smallest ring; embedding rows are gathered. Least compute time: every group divided
-    among the lanes so that all of them end at once. DRAM: weights and KV once, and what streams
-    once more for its way in.
+    and the smallest ring; embedding rows are gathered, and routed experts happen to be there. Least
+    compute time: every group divided among the lanes so that all of them end at once. DRAM: weights
+    and KV once, and what streams once more for its way in.
     """
     fixed = (
         whole_pages(catalog.constants_nbytes)
@@ -71,6 +72,10 @@ def bounds(
         if group.kind != "embed"
         for index in group.blocks
     )
+    if catalog.experts is not None:  # each of those that a step chooses is read once
+        experts = catalog.experts
+        distinct = expected_distinct(experts.per_layer, experts.top_k, workload.rows)
+        weights_read += int(experts.num_layers * distinct * experts.nbytes)
     dram = cost.dram_bytes_per_s(streaming=False)
     mean_nbytes = sum(swept) // len(swept) if swept else 0
     disk_s = read / cost.disk_bytes_per_s(mean_nbytes, contended=False) * cost.disk_drift

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-GroupKind = Literal["embed", "qkv", "attn", "o", "gate_up", "down", "lm_head"]
+GroupKind = Literal["embed", "qkv", "attn", "o", "gate_up", "down", "router", "experts", "lm_head"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,26 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The routed experts of a mixture: which of them a token needs is known only when it comes.
+
+    Each is whole in a slot of RAM or on disk. They are no blocks of their groups, whose other parts
+    (router, shared expert) always stay in RAM, and no plan names them one by one.
+    """
+
+    num_layers: int  # layers that have experts
+    per_layer: int
+    top_k: int  # chosen by each token in each layer
+    nbytes: int  # weights of one expert, the mean
+    held_nbytes: int  # what reading one costs: whole 4 KiB pages, the mean
+    slot_nbytes: int  # room for any one of them
+
+    @property
+    def total(self) -> int:
+        return self.num_layers * self.per_layer
+
+
+@dataclass(frozen=True, slots=True)
 class Catalog:
     """A model as the planner sees it.
 
@@ -53,6 +73,7 @@ class Catalog:
     page_tokens: int  # tokens per KV page
     page_nbytes: int  # bytes of one KV page over all layers
     max_context: int  # tokens the model allows
+    experts: Experts | None = None  # of a mixture
 
     def group(self, name: str) -> Group:
         for group in self.groups:

@@ -101,6 +101,10 @@ def _infeasible(
         parts["pinned weights" if pinned == everything else "weights"] = everything
     else:
         if pinned:
-            parts["pinned weights"] = pinned
-        parts[f"{ring // max(1, catalog.slot_nbytes)} slots"] = ring
+            name = "pinned weights" if catalog.experts is None else "weights of every token"
+            parts[name] = pinned
+        if catalog.experts is not None:
+            parts[f"{ring // catalog.experts.slot_nbytes} experts"] = ring
+        else:
+            parts[f"{ring // max(1, catalog.slot_nbytes)} slots"] = ring
     return InfeasiblePlan("the model does not fit", parts, request.ram)

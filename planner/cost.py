@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.hit_rate import expected_distinct
 from shadowlane.planner.placement import DISK_LANE, LaneSpec
 from shadowlane.planner.profile import DiskFigure, GroupFigure, Phase, Profile
 
@@ -210,6 +211,9 @@ def _work(kind: str, rows: int, context: int) -> float:
 
 def _touched_nbytes(catalog: Catalog, group: Group, workload: Workload) -> float:
     """Bytes read from DRAM: the weights once, or the keys and values of every decode row."""
+    if group.kind == "experts" and catalog.experts is not None:
+        experts = catalog.experts
+        return experts.nbytes * expected_distinct(experts.per_layer, experts.top_k, workload.rows)
     if group.kind != "attn":
         return float(sum(catalog.blocks[index].nbytes for index in group.blocks))
     num_attn = sum(1 for each in catalog.groups if each.kind == "attn")

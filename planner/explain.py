@@ -18,6 +18,7 @@ WHY = {
     "spread by time": "what stays is spread over the step by compute time: reads stay steady",
     "spread groups": "whole groups stay, spread evenly over the step",
     "first layers": "the first layers stay; no spread was predicted faster",
+    "cached experts": "what every token needs stays; experts share what RAM is left",
     "last layers": "the last layers stay; no spread was predicted faster",
 }
 
@@ -43,6 +44,7 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
         "budget": {"ram": placement.ram},
         "bytes": {
             "weights": placement.weights_nbytes,
+            "experts": placement.experts_nbytes,
             "slots": placement.slots_nbytes,
             "kv": placement.kv_nbytes,
             "scratch": placement.scratch_nbytes,
@@ -50,11 +52,13 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
             "total": placement.total_nbytes,
         },
         "tiers": {
-            "ram": placement.weights_nbytes,
-            "disk": sum(b.held_nbytes for b in catalog.blocks if not placement.resident[b.index]),
+            "ram": placement.weights_nbytes + placement.experts_nbytes,
+            "disk": sum(b.held_nbytes for b in catalog.blocks if not placement.resident[b.index])
+            + _missing_experts_nbytes(catalog, placement),
         },
         "read_nbytes_per_step": placement.read_nbytes_per_step,
         "num_slots": placement.num_slots,
+        "expert_slots": placement.expert_slots,
         "context_tokens": placement.context_tokens,
         "kv_pages": placement.kv_pages,
         "predicted": {
@@ -73,10 +77,21 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
     }
 
 
+def _missing_experts_nbytes(catalog: Catalog, placement: Placement) -> int:
+    if catalog.experts is None:
+        return 0
+    return (catalog.experts.total - placement.expert_slots) * catalog.experts.held_nbytes
+
+
 def _row(catalog: Catalog, placement: Placement, group: Group) -> dict[str, Any]:
     held = sum(catalog.blocks[i].held_nbytes for i in group.blocks)
     kept = sum(catalog.blocks[i].held_nbytes for i in group.blocks if placement.resident[i])
-    if not group.blocks:
+    if group.kind == "experts" and catalog.experts is not None:
+        experts = catalog.experts
+        held = experts.per_layer * experts.held_nbytes
+        kept = held * placement.expert_slots // experts.total
+        why = "stay in RAM" if kept == held else "the most useful stay, the chosen are read"
+    elif not group.blocks:
         tied = "rows of lm_head are gathered" if group.kind == "embed" else "keys and values in RAM"
         why = tied
     elif kept == held:

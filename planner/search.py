@@ -15,6 +15,7 @@ from shadowlane.planner.context import choose_context
 from shadowlane.planner.cost import CostModel, CostTable
 from shadowlane.planner.placement import (
     MIN_SLOTS,
+    InfeasiblePlan,
     LaneSpec,
     Placement,
     Request,
@@ -30,6 +31,7 @@ TIE = 0.005  # predictions closer than this are the same
 RING_NBYTES = 64 << 20  # a ring hides jitter of the disk; more would cost residency for nothing
 RING_SLOTS = 16
 RING_PART = 8  # and it takes at most this part of the bytes left for weights
+SPARE_EXPERTS = 2  # slots beside those of one token's experts in one layer, to read into
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ def place(
     num_slots, kept = _ring(catalog, request, sorted_weights, room)
     slots_nbytes = num_slots * catalog.slot_nbytes
     room -= slots_nbytes + kept
+    expert_slots, experts_nbytes = _expert_slots(catalog, room, current)
+    room -= experts_nbytes
 
     def price(name: str, resident: list[bool], shares: dict[str, tuple[Share, ...]]) -> _Candidate:
         sweep = tuple(
@@ -89,7 +93,14 @@ def place(
             if not resident[index]
         )
         simulation = simulate_parts(
-            catalog, request.lanes, shares, resident, sweep, num_slots, cost
+            catalog,
+            request.lanes,
+            shares,
+            resident,
+            sweep,
+            num_slots,
+            cost,
+            expert_slots=expert_slots,
         )
         return _Candidate(simulation.step_s, name, resident, sweep, shares)
 
@@ -115,11 +126,13 @@ def place(
             candidate = price(best_name + suffix, resident, shares)
             if _is_faster(candidate, best):
                 best = candidate
-    resident, sweep = best.resident, best.sweep
+    resident, sweep, strategy = best.resident, best.sweep, best.strategy
+    if catalog.experts is not None and expert_slots < catalog.experts.total:
+        strategy = f"cached experts{best_suffix}"
     held = sum(block.held_nbytes for block in catalog.blocks if resident[block.index])
     placement = Placement(
         placement_id=placement_id,
-        strategy=best.strategy,
+        strategy=strategy,
         lanes=request.lanes,
         resident=tuple(resident),
         sweep=sweep,
@@ -137,6 +150,8 @@ def place(
         read_nbytes_per_step=sum(catalog.blocks[index].held_nbytes for index in sweep),
         predicted_step_s=best.step_s,
         notes=context.notes + _notes(catalog, resident, cost),
+        expert_slots=expert_slots,
+        experts_nbytes=experts_nbytes,
     )
     assert placement.total_nbytes <= request.ram, placement
     return placement
@@ -163,8 +178,15 @@ def _sort_blocks(catalog: Catalog, pins: Mapping[str, Tier]) -> _Weights:
                     gathered.append(index)
             elif wish == "disk":
                 forced.append(index)
+            elif catalog.experts is not None:  # every token needs it, and only some each expert
+                pinned.append(index)
             else:
                 free.append(index)
+    if catalog.experts is not None and forced:
+        names = sorted({catalog.blocks[index].group for index in forced})
+        raise ValueError(
+            f"the dense parts of a mixture stay in RAM; got a pin of {names[0]} to disk"
+        )
     return _Weights(tuple(pinned), tuple(free), tuple(forced), tuple(gathered))
 
 
@@ -181,6 +203,10 @@ def _least_weights(catalog: Catalog, request: Request, weights: _Weights) -> tup
     """Bytes for all weights to stay, for the pinned ones, and for the smallest ring."""
     ring = (request.num_slots or MIN_SLOTS) * catalog.slot_nbytes
     pinned = _held(catalog, weights.pinned)
+    if catalog.experts is not None:
+        experts = catalog.experts
+        least = min(experts.total, experts.top_k + SPARE_EXPERTS) * experts.slot_nbytes
+        return pinned + experts.total * experts.slot_nbytes, pinned, least
     everything = pinned + _held(catalog, weights.free) + (ring if weights.forced else 0)
     return everything, pinned, ring
 
@@ -198,6 +224,20 @@ def _ring(catalog: Catalog, request: Request, weights: _Weights, room: int) -> t
     while slots * 2 <= min(RING_SLOTS, affordable):
         slots *= 2
     return slots, pinned
+
+
+def _expert_slots(catalog: Catalog, room: int, current: Placement | None) -> tuple[int, int]:
+    """(slots, bytes) for the experts of a mixture; as many as there are while one runs."""
+    experts = catalog.experts
+    if experts is None:
+        return 0, 0
+    slots = min(experts.total, room // experts.slot_nbytes)
+    if current is not None:
+        if slots < current.expert_slots:
+            parts = {f"{current.expert_slots} experts": current.expert_slots * experts.slot_nbytes}
+            raise InfeasiblePlan("a running engine keeps its experts", parts, max(0, room))
+        slots = current.expert_slots
+    return slots, slots * experts.slot_nbytes
 
 
 def _anchor(

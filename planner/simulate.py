@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import DECODE, CostModel, Workload
+from shadowlane.planner.hit_rate import assumed_hit_rate, expected_distinct
 from shadowlane.planner.placement import DISK_LANE, LaneSpec, Placement, Share
 from shadowlane.planner.program import cut
 
@@ -58,6 +59,7 @@ def simulate(
         workload=workload,
         steps=steps,
         record=record,
+        expert_slots=placement.expert_slots,
     )
 
 
@@ -73,6 +75,7 @@ def simulate_parts(
     workload: Workload = DECODE,
     steps: int = MIN_STEPS,
     record: bool = False,
+    expert_slots: int = 0,
 ) -> Simulation:
     """As `simulate`, for a candidate that is not a placement yet."""
     active_names = {share.lane for each in shares.values() for share in each}
@@ -91,6 +94,15 @@ def simulate_parts(
         + (gather_s if catalog.groups[piece.group_index].kind == "embed" else 0.0)
         for piece in pieces
     ]
+    missing_s = _missing_experts_s(catalog, expert_slots, cost, workload)
+    fetched_s = 0.0
+    if missing_s > 0:
+        for place, piece in enumerate(pieces):
+            if catalog.groups[piece.group_index].kind == "experts":
+                # Those in RAM are computed meanwhile, what arrives at once; the last one is left.
+                last_s = seconds[place] / max(1, catalog.experts.top_k if catalog.experts else 1)
+                seconds[place] = max(seconds[place], missing_s + last_s)
+                fetched_s += missing_s
     computing_s = dict.fromkeys(active_names, 0.0)
     for piece, piece_s in zip(pieces, seconds, strict=True):
         computing_s[piece.lane] += piece_s
@@ -139,7 +151,7 @@ def simulate_parts(
     busy_s = dict.fromkeys((lane.name for lane in lanes), 0.0)
     for piece, piece_s in zip(pieces, seconds, strict=True):
         busy_s[piece.lane] += piece_s
-    busy_s[DISK_LANE] = sum(read_s)
+    busy_s[DISK_LANE] = sum(read_s) + fetched_s
     if len(finished) >= MIN_STEPS:
         half = len(finished) // 2
         step_s = (finished[-1] - finished[half - 1]) / (len(finished) - half)
@@ -152,6 +164,19 @@ def simulate_parts(
         bottleneck=max(busy_s, key=lambda lane: busy_s[lane]),
         spans=tuple(spans),
     )
+
+
+def _missing_experts_s(catalog: Catalog, slots: int, cost: CostModel, workload: Workload) -> float:
+    """Seconds of reading, per layer, what a step's rows choose and RAM has not."""
+    experts = catalog.experts
+    if experts is None or slots >= experts.total:
+        return 0.0
+    chosen = expected_distinct(experts.per_layer, experts.top_k, workload.rows)
+    # what most rows choose in the end is everything, whether it is a favourite or not
+    part = slots / experts.total
+    rate = assumed_hit_rate(slots, experts.total) if workload.phase == "decode" else part
+    seconds_per_byte = 1.0 / cost.disk_bytes_per_s(experts.held_nbytes, contended=False)
+    return chosen * (1.0 - rate) * experts.held_nbytes * seconds_per_byte * cost.disk_drift
 
 
 def missing_embedding(catalog: Catalog, resident: Sequence[bool]) -> float:

@@ -1,0 +1,128 @@
+"""Where the experts of a mixture lie in their files, and how each is read into a slot.
+
+An expert is three matrices, which may lie apart or side by side. What is adjacent is read in one
+request. Reads are direct, so each brings the whole 4 KiB pages around what is wanted, and where in
+its slot a matrix begins depends on the expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shadowlane.ops.decoder_config import DecoderConfig
+from shadowlane.ops.experts import Expert, ExpertMatrix, read_experts
+from shadowlane.ops.files import ModelFiles
+from shadowlane.planner.catalog import Experts
+from shadowlane.planner.placement import PAGE_NBYTES as PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Adjacent bytes of a file, read together; the fields that `ModelFile.read_block` needs."""
+
+    path: str
+    offset: int  # of the first byte wanted
+    nbytes: int
+    home: int  # where in the slot the enclosing range begins
+
+    @property
+    def skew(self) -> int:
+        return self.offset % PAGE
+
+    @property
+    def held_nbytes(self) -> int:
+        return -(-(self.skew + self.nbytes) // PAGE) * PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSource:
+    """One expert: what is read, and where gate, up and down are in its slot then."""
+
+    extents: tuple[Extent, ...]
+    places: tuple[int, int, int]
+    nbytes: int  # of the weights
+
+    @property
+    def held_nbytes(self) -> int:
+        return sum(extent.held_nbytes for extent in self.extents)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixFormat:
+    """What the operators need to know of a matrix, alike for all experts of a layer."""
+
+    layout: str
+    rows: int
+    row_nbytes: int  # from one row to the next
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlan:
+    """All experts of a model, by key: number of the sparse layer * experts per layer + expert."""
+
+    sources: tuple[ExpertSource, ...]
+    formats: tuple[tuple[MatrixFormat, MatrixFormat, MatrixFormat], ...]  # by sparse layer
+    catalog: Experts
+
+
+def plan_experts(config: DecoderConfig, files: ModelFiles) -> ExpertPlan | None:
+    """None for a dense model. Raises ModelError for experts that do not fit together."""
+    moe = config.moe
+    if moe is None:
+        return None
+    layers = read_experts(config, files)
+    sources = tuple(_source(expert) for layer in layers for expert in layer)
+    formats = tuple(
+        tuple(_format(matrix) for matrix in (layer[0].gate, layer[0].up, layer[0].down))
+        for layer in layers
+    )
+    catalog = Experts(
+        num_layers=len(layers),
+        per_layer=moe.num_experts,
+        top_k=moe.top_k,
+        nbytes=sum(source.nbytes for source in sources) // len(sources),
+        held_nbytes=sum(source.held_nbytes for source in sources) // len(sources),
+        slot_nbytes=max(source.held_nbytes for source in sources),
+    )
+    return ExpertPlan(sources, formats, catalog)  # type: ignore[arg-type]
+
+
+def _format(matrix: ExpertMatrix) -> MatrixFormat:
+    return MatrixFormat(matrix.layout, matrix.rows, matrix.row_stride)
+
+
+def _source(expert: Expert) -> ExpertSource:
+    matrices = (expert.gate, expert.up, expert.down)
+    order = sorted(range(3), key=lambda index: (matrices[index].path, matrices[index].offset))
+    groups: list[list[int]] = []
+    for index in order:
+        matrix = matrices[index]
+        if groups:
+            last = matrices[groups[-1][-1]]
+            if last.path == matrix.path and matrix.offset - (last.offset + _span(last)) < PAGE:
+                groups[-1].append(index)
+                continue
+        groups.append([index])
+    extents: list[Extent] = []
+    places = [0, 0, 0]
+    home = 0
+    for group in groups:
+        first = matrices[group[0]]
+        end = max(matrices[index].offset + _span(matrices[index]) for index in group)
+        extent = Extent(first.path, first.offset, end - first.offset, home)
+        for index in group:
+            places[index] = home + extent.skew + matrices[index].offset - first.offset
+        extents.append(extent)
+        home += extent.held_nbytes
+    nbytes = sum(matrix.nbytes for matrix in matrices)
+    return ExpertSource(tuple(extents), (places[0], places[1], places[2]), nbytes)
+
+
+def _span(matrix: ExpertMatrix) -> int:
+    """Bytes from the first of a matrix to its last."""
+    return (matrix.rows - 1) * matrix.row_stride + matrix.row_nbytes
+
+
+def layouts_of(formats: Sequence[tuple[MatrixFormat, MatrixFormat, MatrixFormat]]) -> set[str]:
+    return {matrix.layout for layer in formats for matrix in layer}

@@ -1,0 +1,209 @@
+"""Prefill items of an EXPERTS instruction: one expert with all rows of the chunk that chose it.
+
+A chunk of hundreds of rows goes to nearly all experts of a layer, so each is one item, by one
+worker, and is read at most once. The last items add up what the experts gave, row by row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shadowlane.ops import aten as torch
+from shadowlane.ops import table as t
+from shadowlane.ops.atomics import (
+    WAIT_OK,
+    copy_bytes,
+    load64,
+    now_ns,
+    read_i32,
+    read_i64,
+    wait_counter,
+)
+from shadowlane.ops.chunk_kernels import activate_tile, expand_tile
+from shadowlane.ops.compiled import njit
+from shadowlane.ops.expert_walk import (
+    DOWN,
+    GATE,
+    UP,
+    add_experts,
+    expert_address,
+    finish_expert,
+    half_item,
+    wait_ready,
+    whole_item,
+)
+from shadowlane.ops.kernels import LAYOUT_F32, element_nbytes
+from shadowlane.ops.routes import route_at
+
+SUM_ROWS = 32  # rows that one item adds up
+DONE, ABORTED, REFUSED = 0, 1, 2
+
+
+@njit
+def is_in_place(geometry: Any, block: Any, address: int) -> bool:
+    """Whether torch can multiply with weights as they are."""
+    layout = geometry[t.COMPUTE_LAYOUT]
+    return block[t.LAYOUT] == layout and address % element_nbytes(layout) == 0
+
+
+@njit
+def product(
+    geometry: Any,
+    aten: Any,
+    block: Any,
+    weights: int,
+    rows: int,
+    x: int,
+    count: int,
+    cols: int,
+    out: int,
+    scratch: int,
+) -> bool:
+    """The chunk times rows of a block from address `weights`, [count, rows] of the compute type.
+
+    False: torch refused.
+    """
+    layout = geometry[t.COMPUTE_LAYOUT]
+    if not is_in_place(geometry, block, weights):
+        source, weights = weights, scratch + geometry[t.SCRATCH_TILE]
+        expand_tile(block, source, rows, cols, layout, weights, scratch)
+    words = scratch + geometry[t.SCRATCH_WORDS]
+    return torch.multiply(aten, words, x, count, cols, weights, rows, out, layout)
+
+
+@njit
+def count_chunk_items(geometry: Any, num_rows: int) -> int:
+    """Items of an EXPERTS instruction in a prefill step: experts first, then sums."""
+    return geometry[t.NUM_EXPERTS] - (-num_rows // SUM_ROWS)
+
+
+@njit
+def multiply_chunk(
+    base: int,
+    geometry: Any,
+    aten: Any,
+    row: Any,
+    blocks: Any,
+    route: int,
+    expert: int,
+    begin: int,
+    end: int,
+    num_decode: int,
+    x: int,
+    scratch: int,
+) -> bool:
+    """An expert times the chunk's rows of its pairs at begin..end. False: torch refused.
+
+    x: the chunk's normalised inputs in the compute type.
+    """
+    layout, inner, hidden = (
+        geometry[t.COMPUTE_LAYOUT],
+        geometry[t.EXPERT_INNER],
+        geometry[t.HIDDEN],
+    )
+    nbytes, top_k, layer = element_nbytes(layout), geometry[t.TOP_K], row[t.SPARSE_LAYER]
+    pairs = route + geometry[t.ROUTE_PAIRS]
+    count = end - begin
+    gathered = scratch + geometry[t.SCRATCH_GATHERED]
+    activated = scratch + geometry[t.SCRATCH_ACTIVATED]
+    products = scratch + geometry[t.SCRATCH_PRODUCTS]
+    for index in range(count):
+        source = read_i32(pairs + 4 * (begin + index)) // top_k - num_decode
+        copy_bytes(
+            x + source * hidden * nbytes, gathered + index * hidden * nbytes, hidden * nbytes
+        )
+    gate, up = blocks[row[t.EXPERT_BLOCKS] + GATE], blocks[row[t.EXPERT_BLOCKS] + UP]
+    gate_at = expert_address(base, geometry, layer, expert, GATE)
+    up_at = expert_address(base, geometry, layer, expert, UP)
+    for first in range(0, inner, t.PANEL_ROWS):
+        rows = min(t.PANEL_ROWS, inner - first)
+        others = products + count * rows * nbytes
+        place = gate_at + first * gate[t.ROW_NBYTES]
+        if not product(
+            geometry, aten, gate, place, rows, gathered, count, hidden, products, scratch
+        ):
+            return False
+        place = up_at + first * up[t.ROW_NBYTES]
+        if not product(geometry, aten, up, place, rows, gathered, count, hidden, others, scratch):
+            return False
+        out = activated + first * nbytes
+        activate_tile(products, others, layout, count, rows, 0, 0, out, inner * nbytes)
+    down = blocks[row[t.EXPERT_BLOCKS] + DOWN]
+    down_at = expert_address(base, geometry, layer, expert, DOWN)
+    outputs = base + geometry[t.EXPERT_OUTPUT_CHUNK]
+    for first in range(0, hidden, t.PANEL_ROWS):
+        rows = min(t.PANEL_ROWS, hidden - first)
+        place = down_at + first * down[t.ROW_NBYTES]
+        if not product(
+            geometry, aten, down, place, rows, activated, count, inner, products, scratch
+        ):
+            return False
+        for index in range(count):
+            pair = read_i32(pairs + 4 * (begin + index)) - num_decode * top_k
+            out = outputs + (pair * hidden + first) * nbytes
+            copy_bytes(products + index * rows * nbytes, out, rows * nbytes)
+    return True
+
+
+@njit
+def expert_chunk_item(
+    base: int,
+    geometry: Any,
+    aten: Any,
+    row: Any,
+    blocks: Any,
+    record: int,
+    item: int,
+    decode_x: int,
+    chunk_x: int,
+    scratch: int,
+) -> tuple[int, int]:
+    """One item of a prefill step: (DONE, ABORTED or REFUSED, ns waited for the disk lane).
+
+    decode_x, chunk_x: inputs of the decode rows and of the chunk, as `walk_chunk` prepares them.
+    """
+    num_decode, num_prefill = load64(record + 8 * t.NUM_DECODE), load64(record + 8 * t.NUM_PREFILL)
+    route = route_at(base, geometry, row[t.SPARSE_LAYER])
+    place = item - geometry[t.NUM_EXPERTS]
+    if place >= 0:
+        counter = base + geometry[t.COUNTERS] + geometry[t.SUMMED_COUNTER] * t.COUNTER_NBYTES
+        wanted = read_i64(route + 8 * t.ROUTE_SEQUENCE)
+        if wait_counter(counter, wanted, base + geometry[t.ABORT], 0, 0) != WAIT_OK:
+            return ABORTED, 0
+        first, last = place * SUM_ROWS, min((place + 1) * SUM_ROWS, num_decode + num_prefill)
+        middle = min(max(first, num_decode), last)
+        outputs = base + geometry[t.EXPERT_OUTPUT]
+        add_experts(base, geometry, row, LAYOUT_F32, outputs, first, middle, 0)
+        outputs = base + geometry[t.EXPERT_OUTPUT_CHUNK]
+        skipped = num_decode * geometry[t.TOP_K]
+        layout = geometry[t.COMPUTE_LAYOUT]
+        add_experts(base, geometry, row, layout, outputs, middle, last, skipped)
+        return DONE, 0
+    if item >= read_i64(route + 8 * t.NUM_CHOSEN):
+        return DONE, 0
+    started = now_ns()
+    if wait_ready(base, geometry, route, item) < 0:
+        return ABORTED, 0
+    waited = now_ns() - started
+    expert = read_i32(route + geometry[t.ROUTE_ORDER] + 4 * item)
+    starts = route + geometry[t.ROUTE_STARTS] + 4 * expert
+    begin, end = read_i32(starts), read_i32(starts + 4)
+    middle = begin
+    while middle < end:
+        pair = read_i32(route + geometry[t.ROUTE_PAIRS] + 4 * middle)
+        if pair >= num_decode * geometry[t.TOP_K]:
+            break
+        middle += 1
+    if middle > begin:
+        for chunk in range(row[t.EXPERT_CHUNKS]):
+            half_item(
+                base, geometry, row, blocks, route, chunk, expert, begin, middle, decode_x, scratch
+            )
+        for chunk in range(row[t.EXPERT_CHUNKS]):
+            whole_item(base, geometry, row, blocks, route, chunk, expert, begin, middle, scratch)
+    if end > middle and not multiply_chunk(
+        base, geometry, aten, row, blocks, route, expert, middle, end, num_decode, chunk_x, scratch
+    ):
+        return REFUSED, 0
+    finish_expert(base, geometry, route, row[t.SPARSE_LAYER], expert)
+    return DONE, waited

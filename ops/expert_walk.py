@@ -1,0 +1,233 @@
+"""Decode items of an EXPERTS instruction: gate and up, then down, of one chosen expert at a time.
+
+The items of a route stand in the order in which its experts become ready: those in RAM first, then
+the others as they arrive. Items that no expert stands behind (rows may choose the same one) have
+nothing to do, so the number of items does not depend on the choice. Each expert writes rows of its
+own, one for each pair of row and rank; whoever finishes the instruction adds them up by rank, so a
+result does not depend on what arrived when.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shadowlane.ops import table as t
+from shadowlane.ops.atomics import (
+    WAIT_OK,
+    add32,
+    load32,
+    load64,
+    now_ns,
+    publish,
+    reached,
+    read_i32,
+    read_i64,
+    relax,
+    rest,
+    wait_counter,
+    write_i64,
+)
+from shadowlane.ops.blocks import multiply_rows
+from shadowlane.ops.compiled import njit
+from shadowlane.ops.kernels import LAYOUT_F32, weighted_sum
+from shadowlane.ops.packed import quantise_row
+from shadowlane.ops.routes import SLOT_MASK, route_at, word_at
+from shadowlane.ops.rows import silu_row
+
+GATE, UP, DOWN = 0, 1, 2
+SPINS_BEFORE_REST = 2000  # looks at a peer's progress before the core is offered to others
+SUM_ROWS = 32  # rows of a chunk that one item adds up
+
+
+@njit
+def most_chosen(geometry: Any, num_rows: int) -> int:
+    """The most experts that so many rows can choose."""
+    return min(geometry[t.NUM_EXPERTS], num_rows * geometry[t.TOP_K])
+
+
+@njit
+def count_expert_items(geometry: Any, row: Any, num_rows: int) -> int:
+    """Items of an EXPERTS instruction in a decode step."""
+    return most_chosen(geometry, num_rows) * 2 * row[t.EXPERT_CHUNKS]
+
+
+@njit
+def expert_address(base: int, geometry: Any, layer: int, expert: int, matrix: int) -> int:
+    """Where GATE, UP or DOWN of a resident expert lies."""
+    slot = (load64(word_at(base, geometry, layer, expert)) & SLOT_MASK) - 1
+    key = layer * geometry[t.NUM_EXPERTS] + expert
+    place = read_i32(base + geometry[t.EXPERT_PLACES] + 4 * (3 * key + matrix))
+    return base + geometry[t.EXPERT_SLOTS] + slot * geometry[t.EXPERT_NBYTES] + place
+
+
+@njit
+def wait_ready(base: int, geometry: Any, route: int, place: int) -> int:
+    """Wait until the expert at `place` of a route's order has arrived: ns waited, -1 if aborted."""
+    if place < read_i64(route + 8 * t.NUM_RESIDENT):
+        return 0
+    counter = base + geometry[t.COUNTERS] + geometry[t.READY_COUNTER] * t.COUNTER_NBYTES
+    wanted = read_i64(route + 8 * t.READY_BASE) + place + 1
+    if reached(load32(counter), np.int32(wanted)):
+        return 0
+    started = now_ns()
+    if wait_counter(counter, wanted, base + geometry[t.ABORT], 0, 0) != WAIT_OK:
+        return -1
+    return now_ns() - started
+
+
+@njit
+def wait_halves(base: int, geometry: Any, halves: int, wanted: int) -> bool:
+    """Wait until peers have done their part of gate and up. False: aborted."""
+    spins = 0
+    while load32(halves) < wanted:
+        relax()
+        spins += 1
+        if spins > SPINS_BEFORE_REST:
+            spins = 0
+            rest()
+            if load32(base + geometry[t.ABORT]) != 0:
+                return False
+    return True
+
+
+@njit
+def finish_expert(base: int, geometry: Any, route: int, layer: int, expert: int) -> None:
+    """An expert is computed for all rows: its slot may be used for another."""
+    word = word_at(base, geometry, layer, expert)
+    older = read_i64(route + 8 * t.ROUTE_SEQUENCE) - 1
+    write_i64(word, (older << t.SLOT_BITS) | (load64(word) & SLOT_MASK))
+    if add32(route + 8 * t.NUM_FINISHED, np.int32(1)) + 1 == read_i64(route + 8 * t.NUM_CHOSEN):
+        counter = base + geometry[t.COUNTERS] + geometry[t.SUMMED_COUNTER] * t.COUNTER_NBYTES
+        publish(counter, np.int32(older + 1))
+
+
+@njit
+def half_item(
+    base: int, geometry: Any, row: Any, blocks: Any, route: int, chunk: int, expert: int,
+    begin: int, end: int, x: int, scratch: int,
+) -> None:  # fmt: skip
+    """silu(gate) * up for some rows of an expert and its pairs at begin..end."""
+    inner, hidden, top_k = geometry[t.EXPERT_INNER], geometry[t.HIDDEN], geometry[t.TOP_K]
+    height = -(-inner // row[t.EXPERT_CHUNKS])
+    first = chunk * height
+    num_rows = min(height, inner - first)
+    if num_rows <= 0:
+        return
+    gates = scratch + geometry[t.SCRATCH_OUTPUT]
+    ups = gates + t.MAX_BLOCK_ROWS * 4
+    layer = row[t.SPARSE_LAYER]
+    gate, up = blocks[row[t.EXPERT_BLOCKS] + GATE], blocks[row[t.EXPERT_BLOCKS] + UP]
+    gate_at = expert_address(base, geometry, layer, expert, GATE) + first * gate[t.ROW_NBYTES]
+    up_at = expert_address(base, geometry, layer, expert, UP) + first * up[t.ROW_NBYTES]
+    quantised = scratch + geometry[t.SCRATCH_QUANTISED]
+    for place in range(begin, end):
+        pair = read_i32(route + geometry[t.ROUTE_PAIRS] + 4 * place)
+        index = pair // top_k
+        source = x + index * hidden * 4
+        packed = quantised + index * geometry[t.QUANTISED_NBYTES]
+        multiply_rows(gate, gate_at, num_rows, hidden, source, packed, gates, scratch)
+        multiply_rows(up, up_at, num_rows, hidden, source, packed, ups, scratch)
+        out = base + geometry[t.EXPERT_ACTIVATED] + (pair * inner + first) * 4
+        silu_row(LAYOUT_F32, gates, ups, 0, 0, out, num_rows)
+
+
+@njit
+def whole_item(
+    base: int, geometry: Any, row: Any, blocks: Any, route: int, chunk: int, expert: int,
+    begin: int, end: int, scratch: int,
+) -> None:  # fmt: skip
+    """down for some output rows of an expert and its pairs at begin..end."""
+    inner, hidden = geometry[t.EXPERT_INNER], geometry[t.HIDDEN]
+    height = -(-hidden // row[t.EXPERT_CHUNKS])
+    first = chunk * height
+    num_rows = min(height, hidden - first)
+    if num_rows <= 0:
+        return
+    down = blocks[row[t.EXPERT_BLOCKS] + DOWN]
+    down_at = expert_address(base, geometry, row[t.SPARSE_LAYER], expert, DOWN)
+    down_at += first * down[t.ROW_NBYTES]
+    quantised = scratch + geometry[t.SCRATCH_SPARE]
+    for place in range(begin, end):
+        pair = read_i32(route + geometry[t.ROUTE_PAIRS] + 4 * place)
+        source = base + geometry[t.EXPERT_ACTIVATED] + pair * inner * 4
+        if down[t.IS_PACKED] != 0:
+            quantise_row(source, inner, quantised)
+        out = base + geometry[t.EXPERT_OUTPUT] + (pair * hidden + first) * 4
+        multiply_rows(down, down_at, num_rows, inner, source, quantised, out, scratch)
+
+
+@njit
+def expert_item(
+    base: int, geometry: Any, row: Any, blocks: Any, item: int, x: int, scratch: int
+) -> int:
+    """One item of a decode step. Returns the ns waited for the disk lane, -1 if aborted.
+
+    x: address of the normalised inputs, float32 [rows, HIDDEN], which are quantised in scratch
+    where the experts are packed.
+    """
+    layer = row[t.SPARSE_LAYER]
+    route = route_at(base, geometry, layer)
+    chunks = row[t.EXPERT_CHUNKS]
+    resident = read_i64(route + 8 * t.NUM_RESIDENT)
+    if item < resident * 2 * chunks:  # of all that are in RAM first gate and up, then down
+        is_down = item >= resident * chunks
+        item -= resident * chunks if is_down else 0
+        place, chunk = item // chunks, item % chunks
+    else:
+        place, chunk = item // (2 * chunks), item % (2 * chunks)
+        is_down = chunk >= chunks
+        chunk -= chunks if is_down else 0
+    if place >= read_i64(route + 8 * t.NUM_CHOSEN):
+        return 0
+    waited = wait_ready(base, geometry, route, place)
+    if waited < 0:
+        return -1
+    expert = read_i32(route + geometry[t.ROUTE_ORDER] + 4 * place)
+    halves = route + geometry[t.ROUTE_HALVES] + 4 * place
+    starts = route + geometry[t.ROUTE_STARTS] + 4 * expert
+    begin, end = read_i32(starts), read_i32(starts + 4)
+    if not is_down:
+        half_item(base, geometry, row, blocks, route, chunk, expert, begin, end, x, scratch)
+        add32(halves, np.int32(1))
+        return waited
+    if not wait_halves(base, geometry, halves, chunks):
+        return -1
+    whole_item(base, geometry, row, blocks, route, chunk, expert, begin, end, scratch)
+    if add32(route + geometry[t.ROUTE_WHOLES] + 4 * place, np.int32(1)) + 1 == chunks:
+        finish_expert(base, geometry, route, layer, expert)
+    return waited
+
+
+@njit
+def add_experts(
+    base: int,
+    geometry: Any,
+    row: Any,
+    layout: int,
+    outputs: int,
+    first: int,
+    last: int,
+    skipped: int,
+) -> None:
+    """Add the experts' outputs of rows first..last to the residual stream, by rank.
+
+    outputs: address of [pairs, HIDDEN] of a direct layout; its first row is that of pair `skipped`.
+    """
+    hidden, top_k = geometry[t.HIDDEN], geometry[t.TOP_K]
+    nbytes = hidden * (4 if layout == LAYOUT_F32 else 2)
+    weights = route_at(base, geometry, row[t.SPARSE_LAYER]) + geometry[t.ROUTE_WEIGHTS]
+    for index in range(first, last):
+        pair = index * top_k
+        weighted_sum(
+            layout,
+            outputs + (pair - skipped) * nbytes,
+            nbytes,
+            top_k,
+            hidden,
+            weights + 4 * pair,
+            0,
+            1,
+            base + row[t.OUTPUT] + index * hidden * 4,
+        )

@@ -1,0 +1,181 @@
+"""Which experts a layer's rows go to, and which of these are in RAM: the choice itself.
+
+Whoever finishes a layer's router logits runs `route`, once, before any expert of the layer is
+computed. Two processes share the residency of experts without a lock. Each expert has a word: its
+slot, and the number of the route that used it last. `route` marks those it has chosen with its own
+number, by compare-and-swap; the disk lane empties, by compare-and-swap too, only words whose mark
+is older than the newest route. So nothing is evicted between being chosen and being computed, and
+where both want the same word one of them sees that and turns to another.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from shadowlane.ops import table as t
+from shadowlane.ops.atomics import (
+    compare_swap64,
+    load32,
+    load64,
+    publish,
+    read_f32,
+    read_i32,
+    read_i64,
+    write_f32,
+    write_i32,
+    write_i64,
+)
+from shadowlane.ops.compiled import njit
+
+SLOT_MASK = (1 << t.SLOT_BITS) - 1
+LOWEST = np.float32(-np.inf)
+ONE = np.float32(1)
+
+
+@njit
+def route_at(base: int, geometry: Any, sparse_layer: int) -> int:
+    """Address of the route of a layer."""
+    return base + geometry[t.ROUTES] + sparse_layer * geometry[t.ROUTE_NBYTES]
+
+
+@njit
+def word_at(base: int, geometry: Any, sparse_layer: int, expert: int) -> int:
+    """Address of an expert's word."""
+    key = sparse_layer * geometry[t.NUM_EXPERTS] + expert
+    return base + geometry[t.EXPERT_WORDS] + 8 * key
+
+
+@njit
+def choose(logits: int, count: int, top_k: int, normalises: int, ids: int, weights: int) -> None:
+    """The `top_k` largest of float32 logits [count], by falling value; the first of equals.
+
+    ids: int32 [top_k]; weights: float32 [top_k], a softmax over all logits, or, where `normalises`,
+    over the chosen ones. The chosen logits are overwritten.
+    """
+    largest = LOWEST
+    for index in range(count):
+        largest = max(largest, read_f32(logits + 4 * index))
+    total = 0.0
+    if normalises == 0:
+        for index in range(count):
+            total += math.exp(read_f32(logits + 4 * index) - largest)
+    for rank in range(top_k):
+        best, found = LOWEST, -1
+        for index in range(count):
+            value = read_f32(logits + 4 * index)
+            if value > best or found < 0:
+                best, found = value, index
+        write_f32(logits + 4 * found, LOWEST)
+        weight = math.exp(best - largest)
+        if normalises != 0:
+            total += weight
+        write_i32(ids + 4 * rank, np.int32(found))
+        write_f32(weights + 4 * rank, np.float32(weight))
+    for rank in range(top_k):
+        write_f32(weights + 4 * rank, np.float32(read_f32(weights + 4 * rank) / total))
+
+
+@njit
+def sort_pairs(geometry: Any, route: int, num_rows: int) -> None:
+    """Fill `starts` and `pairs` from `ids`: for each expert its pairs, by rising row."""
+    experts, top_k = geometry[t.NUM_EXPERTS], geometry[t.TOP_K]
+    ids, pairs = route + geometry[t.ROUTE_IDS], route + geometry[t.ROUTE_PAIRS]
+    starts, cursors = route + geometry[t.ROUTE_STARTS], route + geometry[t.ROUTE_ORDER]
+    for expert in range(experts + 1):
+        write_i32(starts + 4 * expert, np.int32(0))
+    for pair in range(num_rows * top_k):
+        at = starts + 4 * (read_i32(ids + 4 * pair) + 1)
+        write_i32(at, read_i32(at) + np.int32(1))
+    for expert in range(experts):
+        write_i32(cursors + 4 * expert, read_i32(starts + 4 * expert))
+        at = starts + 4 * (expert + 1)
+        write_i32(at, read_i32(at) + read_i32(starts + 4 * expert))
+    for pair in range(num_rows * top_k):
+        cursor = cursors + 4 * read_i32(ids + 4 * pair)
+        place = read_i32(cursor)
+        write_i32(pairs + 4 * place, np.int32(pair))
+        write_i32(cursor, place + np.int32(1))
+
+
+@njit
+def mark_used(word: int, number: int) -> bool:
+    """Mark a resident expert as used by route `number`; False if it is not resident."""
+    while True:
+        held = load64(word)
+        slot = held & SLOT_MASK
+        if slot == 0:
+            return False
+        if compare_swap64(word, held, (number << t.SLOT_BITS) | slot):
+            return True
+
+
+@njit
+def compare_swap(word: int, expected: int, desired: int) -> bool:
+    """For the disk lane, which is Python: put `desired` in a word that holds `expected`."""
+    return compare_swap64(word, expected, desired) != 0
+
+
+@njit
+def route(base: int, geometry: Any, row: Any, step: int, num_rows: int) -> None:
+    """Choose for every row, mark what is in RAM, and ask the disk lane for the rest.
+
+    row: of a ROUTER, whose output is float32 [num_rows, ROUTER_STRIDE]: a logit per expert, then,
+    where the layer has a shared expert with a gate, the gate's, which becomes its factor here.
+    """
+    experts, top_k = geometry[t.NUM_EXPERTS], geometry[t.TOP_K]
+    layer = row[t.SPARSE_LAYER]
+    here = route_at(base, geometry, layer)
+    stride = 4 * geometry[t.ROUTER_STRIDE]
+    for index in range(num_rows):
+        logits = base + row[t.OUTPUT] + index * stride
+        for extra in range(experts, geometry[t.ROUTER_STRIDE]):
+            gate = logits + 4 * extra
+            write_f32(gate, np.float32(ONE / (ONE + math.exp(-read_f32(gate)))))
+        choose(
+            logits,
+            experts,
+            top_k,
+            geometry[t.NORMALISES_TOP_K],
+            here + geometry[t.ROUTE_IDS] + 4 * index * top_k,
+            here + geometry[t.ROUTE_WEIGHTS] + 4 * index * top_k,
+        )
+    sort_pairs(geometry, here, num_rows)
+    numbers = base + geometry[t.ROUTE_NUMBER]
+    number = read_i64(numbers) + 1
+    starts = here + geometry[t.ROUTE_STARTS]
+    order, missing = here + geometry[t.ROUTE_ORDER], here + geometry[t.ROUTE_MISSING]
+    num_resident, num_missing = 0, 0
+    # NOTE: known before any is marked: the disk lane may empty what an older route has used.
+    write_i64(numbers, number)
+    write_i64(numbers + 8 + 8 * (number % t.ROUTE_RING), layer)
+    for expert in range(experts):
+        if read_i32(starts + 4 * expert + 4) == read_i32(starts + 4 * expert):
+            continue
+        if mark_used(word_at(base, geometry, layer, expert), number):
+            write_i32(order + 4 * num_resident, np.int32(expert))
+            num_resident += 1
+        else:
+            write_i32(missing + 4 * num_missing, np.int32(expert))
+            num_missing += 1
+    for place in range(num_resident + num_missing):
+        write_i32(here + geometry[t.ROUTE_HALVES] + 4 * place, np.int32(0))
+        write_i32(here + geometry[t.ROUTE_WHOLES] + 4 * place, np.int32(0))
+    counters = base + geometry[t.COUNTERS]
+    ready = counters + geometry[t.READY_COUNTER] * t.COUNTER_NBYTES
+    before = load32(ready)
+    chosen = num_resident + num_missing
+    write_i64(here + 8 * t.ROUTE_SEQUENCE, number)
+    write_i64(here + 8 * t.NUM_CHOSEN, chosen)
+    write_i64(here + 8 * t.NUM_RESIDENT, num_resident)
+    write_i64(here + 8 * t.READY_BASE, np.int64(before))
+    write_i64(here + 8 * t.NUM_FINISHED, 0)
+    write_i64(here + 8 * t.ROUTE_STEP, step)
+    for field, more in ((t.ALL_RESIDENT, num_resident), (t.ALL_CHOSEN, chosen)):
+        write_i64(here + 8 * field, read_i64(here + 8 * field) + more)
+    publish(ready, np.int32(before + num_resident))
+    if num_missing > 0:
+        request = counters + geometry[t.REQUEST_COUNTER] * t.COUNTER_NBYTES
+        publish(request, np.int32(number))
