@@ -92,12 +92,15 @@ class Placement:
     read_nbytes_per_step: int  # what the sweep reads each step
     predicted_step_s: float  # one decode step at batch 1
     notes: tuple[str, ...] = ()  # what was decided for the user and why
+    expert_slots: int = 0  # routed experts of a mixture that RAM has room for
+    experts_nbytes: int = 0  # of these slots
 
     @property
     def total_nbytes(self) -> int:
         """Bytes of the whole arena; never more than `ram`."""
         return (
             self.weights_nbytes
+            + self.experts_nbytes
             + self.slots_nbytes
             + self.kv_nbytes
             + self.scratch_nbytes
