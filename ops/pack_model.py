@@ -56,6 +56,8 @@ def check_packable(files: ModelFiles, layout: str) -> DecoderConfig:
             f"{files.root}: only a directory of safetensors can be packed; this is GGUF already"
         )
     config = read_config(files.config)
+    if config.moe is not None:
+        raise ModelError(f"{files.root}: only a dense model can be packed; {config.family} is not")
     check_tensors(config, files.tensors)
     for name in _written(config):
         source = files.tensors[name]

@@ -23,11 +23,14 @@ from shadowlane.ops.layouts import LAYOUTS
 class TensorSource:
     """Where the bytes of one tensor lie in a file, checked to be inside it."""
 
-    name: str  # as Hugging Face has it, "model.layers.0.self_attn.q_proj.weight", also for GGUF
+    # As Hugging Face has it, "model.layers.0.self_attn.q_proj.weight", also for GGUF. Experts have
+    # the names of Qwen-MoE in all families; those of a layer in one tensor (GGUF) are
+    # "model.layers.0.mlp.experts.gate_proj", their biases "...gate_proj_bias".
+    name: str
     path: str  # absolute
     offset: int  # of the first byte in that file
     nbytes: int
-    shape: tuple[int, ...]  # as Hugging Face has it: (rows, cols), row after row
+    shape: tuple[int, ...]  # (rows, cols), row after row; stacked experts: (experts, rows, cols)
     layout: str  # key of LAYOUTS
 
 

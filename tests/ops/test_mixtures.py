@@ -33,6 +33,7 @@ from shadowlane.ops.decoder import (
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.files import ModelFiles, open_model
 from shadowlane.ops.moe_config import MoeConfig
+from shadowlane.ops.pack_model import check_packable
 
 # In safetensors an expert of GPT-OSS has no row in one piece; it is tested from GGUF.
 IN_SAFETENSORS = [name for name in MIXTURES if not name.startswith("gpt-oss")]
@@ -435,9 +436,13 @@ def test_gguf_that_does_not_fit_its_fields(tiny_model, tmp_path, fields, message
         read_decoder(open_model(path))
 
 
+def test_mixtures_are_not_packed(tiny_model):
+    with pytest.raises(ModelError, match="only a dense model can be packed; qwen3_moe is not"):
+        check_packable(open_model(tiny_model("qwen3-moe")), "q4_0")
+
+
 def test_dense_models_have_no_experts(tiny_model):
     files = open_model(tiny_model("llama2"))
     cfg = read_decoder(files)
     assert cfg.moe is None
     assert read_experts(cfg, files) == ()
-    assert replace(cfg, moe=None) == cfg
