@@ -294,7 +294,7 @@ def test_ps_finds_processes_by_their_arena(
     arena = os.memfd_create("shadowlane /models/my own.gguf")
     os.ftruncate(arena, nbytes)
     code = (
-        "import mmap, sys; m = mmap.mmap(int(sys.argv[1]), 0); "
+        "import mmap, sys\nm = mmap.mmap(int(sys.argv[1]), 0)\n"
         "print('mapped', flush=True); sys.stdin.read()"
     )
     before = {process.pid for process in engine_processes()}
@@ -314,6 +314,7 @@ def test_ps_finds_processes_by_their_arena(
     assert child.pid not in before
     assert entry["arena_nbytes"] == nbytes
     assert entry["model"] == "/models/my own.gguf"
+    assert "import mmap, sys m = " in entry["name"]  # in one line
     assert entry["own_nbytes"] > mmap.PAGESIZE
     assert "/models/my own.gguf" in shown
     assert "3.00 MiB" in shown

@@ -79,7 +79,7 @@ def engine_processes() -> list[EngineProcess]:
                 age_s = max(time.time() - process.create_time(), 1e-3)
                 times = process.cpu_times()
                 memory = process.memory_info()
-                name = " ".join(process.cmdline()).strip() or process.name()
+                name = " ".join(" ".join(process.cmdline()).split()) or process.name()
         except (psutil.Error, OSError):  # ended meanwhile, or belongs to someone else
             continue
         cpu_pct = 100 * (times.user + times.system) / age_s
