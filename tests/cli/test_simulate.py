@@ -1,0 +1,74 @@
+"""`shadowlane simulate`: a table, an object, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from shadowlane.planner.routing import synthesize
+from shadowlane.planner.routing_files import write_trace
+
+
+@pytest.fixture
+def routing(tmp_path: Path) -> Path:
+    path = tmp_path / "run.jsonl.gz"
+    write_trace(path, synthesize(num_tokens=40, num_layers=4, num_experts=16, top_k=2))
+    return path
+
+
+def test_it_ranks_the_policies(shadowlane_command: Callable[..., Result], routing: Path) -> None:
+    result = shadowlane_command("simulate", "--routing", routing, "--slots", 16)
+    assert result.exit_code == 0, result.output
+    for name in ("mixture/global", "lru/layer", "chosen on line", "on demand", "optimum"):
+        assert name in result.stdout
+    assert "16 of 64 experts in RAM" in " ".join(result.stdout.split())
+    assert "(disk and DRAM assumed)" in " ".join(result.stdout.split())
+
+
+def test_it_prints_one_object(shadowlane_command: Callable[..., Result], routing: Path) -> None:
+    arguments = ("simulate", "--routing", routing, "--ram", "64MiB", "--json")
+    said = json.loads(shadowlane_command(*arguments).stdout)
+    # 48 MiB are dense; slots hold 3 MiB
+    assert (said["slots"], said["dense_nbytes"]) == (5, 48 << 20)
+    assert said["routing"] == str(routing)
+    assert said["policies"][0]["tok_per_s"] <= said["bound_tok_per_s"]
+    more = json.loads(shadowlane_command(*arguments, "--dense", "34MiB").stdout)
+    assert (more["slots"], more["dense_nbytes"]) == (10, 34 << 20)
+    faster = json.loads(shadowlane_command(*arguments, "--disk-speed", "3GB").stdout)
+    assert faster["on_demand"]["tok_per_s"] > 2 * said["on_demand"]["tok_per_s"]
+    ahead = json.loads(shadowlane_command(*arguments, "--look-ahead", "0.5").stdout)
+    assert ahead["policies"][0]["wasted_nbytes_per_token"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "one of --ram and --slots must be given"),
+        (("--ram", "1", "--slots", "16"), "one of --ram and --slots must be given"),
+        (("--slots", "65"), "--slots must be between 2, one route, and 64, all experts; got 65"),
+        (("--slots", "1"), "--slots must be between 2"),
+        (("--ram", "1MiB"), "--ram must be at least"),
+        (("--ram", "lots"), "--ram must be a size"),
+        (("--slots", "9", "--look-ahead", "2"), "--look-ahead must be between 0 and 1; got 2"),
+        (("--slots", "9", "--disk-speed", "0"), "--disk-speed must be at least one byte"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    fails: Callable[..., str], routing: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    assert says in fails("simulate", "--routing", routing, *arguments)
+
+
+def test_files_that_are_no_routing_are_refused(
+    fails: Callable[..., str], routing: Path, tmp_path: Path
+) -> None:
+    missing = tmp_path / "none"
+    assert f"No such file or directory: {missing}" in fails(
+        "simulate", "--routing", missing, "--slots", 9
+    )
+    routing.write_bytes(routing.read_bytes()[:-20])
+    assert "is cut off" in fails("simulate", "--routing", routing, "--slots", 9)
