@@ -78,12 +78,16 @@ def check_model(model: Any) -> str:
 def check_progress(progress: Any) -> Callable[[str, float | None], None]:
     """What to tell stages to; something that does nothing for None."""
     if progress is None:
-        return lambda stage, fraction=None: None
+        return _silent
     if not callable(progress):
         raise ValueError(
             f"progress must be a function of a stage and a fraction, or None; got {shown(progress)}"
         )
     return progress  # type: ignore[no-any-return]
+
+
+def _silent(stage: str, fraction: float | None = None) -> None:
+    return
 
 
 def shown(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -14,6 +14,9 @@ from shadowlane.cli.perplexity import of_model, read_text
 from shadowlane.cli.stages import Stages
 from shadowlane.models import resolve_model
 from shadowlane.sizes import format_size
+
+if TYPE_CHECKING:
+    from shadowlane.ops.pack import PackLayout
 
 EPILOG = options.epilog(
     "shadowlane pack ./my-model --weights q4_0 -o my-model-q4_0.gguf",
@@ -73,7 +76,7 @@ def pack(
         path = resolve_model(model, stages)
         if sample is not None:
             check_text(path, sample, WINDOW_TOKENS)
-        made = write_packed(path, weights, out, stages)
+        made = write_packed(path, cast("PackLayout", weights), out, stages)
     for note in made.notes:
         typer.echo(f"note: {note}", err=True)
     print(
