@@ -6,5 +6,8 @@ program    what each lane does in a step   validate        the proof that progra
 simulate   the predicted timeline          bounds          what no plan can beat
 events     what goes in and comes out      shadow          the state beside a running engine, with
                                            lifecycle, replan, trial, measured: its parts
+routing    what routers chose, recorded     routing_files   files of it
+experts    which experts stay in RAM        heat, chooser   what is hot; which policy, on line
+expert_sim a routing trace replayed and priced
 explain    a plan in rows                  synthetic       catalogs for planning without files
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -188,7 +189,7 @@ def synthesize(
         dense_nbytes=(dense_nbytes,) * num_layers,
     )
     random = np.random.default_rng(seed)
-    ranked = _fit_biases(_use_by_rank(num_experts, top_k, skew), top_k, random)
+    ranked = _fit_biases(num_experts, top_k, tuple(skew))
     biases = np.stack([random.permutation(ranked) for _ in range(num_layers)])
     noise = random.standard_normal(biases.shape)
     choices = np.empty((num_tokens, num_layers, top_k), np.int16)
@@ -221,16 +222,19 @@ def _use_by_rank(
     return use
 
 
+@cache
 def _fit_biases(
-    use: npt.NDArray[np.float64], top_k: int, random: np.random.Generator
+    num_experts: int, top_k: int, skew: tuple[tuple[float, float], ...]
 ) -> npt.NDArray[np.float64]:
-    """[experts] biases under which the top k of (bias + normal noise) hold each `use` often."""
-    samples = 2_000_000 // len(use)
-    noise = random.standard_normal((samples, len(use)))
+    """[experts] biases under which the top k of (bias + normal noise) are used as `skew` says."""
+    use = _use_by_rank(num_experts, top_k, skew)
+    samples = 1_000_000 // num_experts
+    noise = np.random.default_rng(0).standard_normal((samples, num_experts))
     wanted = np.log(np.maximum(use, 1e-4))
-    biases = 0.4 * wanted
+    biases: npt.NDArray[np.float64] = 0.4 * wanted
     for _ in range(25):
         top = np.argpartition(-(noise + biases), top_k - 1, axis=1)[:, :top_k]
-        found = np.bincount(top.ravel(), minlength=len(use)) / samples
+        found = np.bincount(top.ravel(), minlength=num_experts) / samples
         biases += 0.4 * (wanted - np.log(np.maximum(found, 1e-4)))
+    biases.flags.writeable = False
     return biases

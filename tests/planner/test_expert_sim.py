@@ -179,7 +179,7 @@ def test_the_ranking_scores_what_did_not_choose() -> None:
     mixed = replace(trace, choices=np.concatenate([trace.choices[:80], other.choices]))
     shifted = {each.name: each for each in rank(mixed, 60, Speeds(1e9, 20e9)).policies}
     assert shifted["static/layer"].hit_rate < by_name["static/layer"].hit_rate - 0.15
-    assert shifted[MIXTURE.name].hit_rate > shifted["static/layer"].hit_rate + 0.1
+    assert shifted[MIXTURE.name].hit_rate > shifted["static/layer"].hit_rate + 0.05
 
 
 def test_a_cache_follows_its_chooser() -> None:
