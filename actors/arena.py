@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shadowlane.actors.blueprint import PAGE, Blueprint
-from shadowlane.actors.scratch import SHARED_BUFFERS
+from shadowlane.actors.scratch import SHARED_BUFFERS, route_layout
 from shadowlane.ops import table as t
 from shadowlane.planner.placement import Placement, whole_pages
 from shadowlane.sizes import FreeRam, format_size, free_ram
@@ -132,6 +132,7 @@ class ArenaLayout:
     constants: int
     constant_offsets: dict[str, int]
     norm_eps: int
+    swiglu: int  # limit and alpha, float32
     kv: int
     num_pages: int
     max_pages: int  # of one sequence
@@ -144,6 +145,7 @@ class ArenaLayout:
     weights: int
     weights_nbytes: int
     route_numbers: int  # the newest route's number, then the layers of the newest ROUTE_RING
+    route_nbytes: int  # of one sparse layer
     expert_slots: int
     num_expert_slots: int
     nbytes: int
@@ -157,8 +159,9 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
     threads = [lane.threads for lane in placement.lanes]
     config = blueprint.config
     max_pages = -(-placement.context_tokens // blueprint.catalog.page_tokens)
+    step_rows = t.MAX_DECODE_ROWS + blueprint.options.prefill_chunk
     record = t.RecordLayout(
-        rows=t.MAX_DECODE_ROWS + blueprint.options.prefill_chunk,
+        rows=step_rows,
         logits=blueprint.options.step_logits,
         sequences=blueprint.options.max_batch,
         max_pages=max_pages,
@@ -186,7 +189,9 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
     constant_offsets = {}
     for source in blueprint.constants:
         constant_offsets[source.name] = offset
-        offset += source.shape[0] * 4  # a group's biases follow each other: they are read as one
+        offset += (
+            math.prod(source.shape) * 4
+        )  # a group's biases follow one another
     kv = take(placement.kv_nbytes)
     plan = blueprint.scratch
     scratch = {name: take(getattr(plan, name)) for name in SHARED_BUFFERS}
@@ -210,10 +215,11 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
         constants=constants,
         constant_offsets=constant_offsets,
         norm_eps=constants,
+        swiglu=constants + 4,
         kv=kv,
         num_pages=placement.kv_pages,
         max_pages=max_pages,
-        step_rows=t.MAX_DECODE_ROWS + blueprint.options.prefill_chunk,
+        step_rows=step_rows,
         scratch=scratch,
         worker_scratch=worker_scratch,
         ring=ring,
@@ -224,5 +230,6 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
         route_numbers=route_numbers,
         expert_slots=expert_slots,
         num_expert_slots=placement.expert_slots,
+        route_nbytes=route_layout(config, step_rows)["nbytes"] if config.moe else 0,
         nbytes=cursor,
     )

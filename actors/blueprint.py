@@ -8,6 +8,7 @@ evenly.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -356,9 +357,10 @@ def _constant_names(descriptions: tuple[GroupDescription, ...]) -> list[str]:
             if name:
                 names.append(name)
         names.extend(part.bias for part in group.parts if part.bias)
+        names.extend(group.expert_biases)
     return names
 
 
 def _constant_nbytes(source: TensorSource) -> int:
     """Constants are held as float32."""
-    return source.shape[0] * 4
+    return math.prod(source.shape) * 4

@@ -9,12 +9,14 @@ from any thread.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -123,7 +125,9 @@ class Engine:
         self.layout = plan_layout(self.blueprint, first)
         check_room(self.layout.nbytes)
         arena = self.arena = Arena.create(self.layout.nbytes, str(self.files.root))
-        self.gauges = Gauges(arena, self.layout, self.lanes)
+        experts = self.blueprint.catalog.experts
+        sparse_layers = experts.num_layers if experts else 0
+        self.gauges = Gauges(arena, self.layout, self.lanes, sparse_layers)
         self._records = RecordWriter(arena, self.layout, self.blueprint.options.max_batch)
         self._logits = arena.view(
             self.layout.scratch["logits"],
@@ -169,7 +173,11 @@ class Engine:
 
     def _write_constants(self, arena: Arena) -> None:
         layout = self.layout
-        arena.view(layout.norm_eps, np.float32, 1)[0] = self.blueprint.config.norm_eps
+        config = self.blueprint.config
+        arena.view(layout.norm_eps, np.float32, 1)[0] = config.norm_eps
+        if config.moe is not None:
+            swiglu = arena.view(layout.swiglu, np.float32, 2)
+            swiglu[:] = config.moe.swiglu_limit, config.moe.swiglu_alpha
         read = [
             np.fromfile(source.path, np.uint8, source.nbytes, offset=source.offset)
             for source in self.blueprint.constants
@@ -180,7 +188,7 @@ class Engine:
             places = arena.view(layout.scratch["expert_places"], np.int32, len(experts), 3)
             places[:] = [source.places for source in experts]
         for source, raw in zip(self.blueprint.constants, read, strict=True):
-            count = source.shape[0]
+            count = math.prod(source.shape)
             values = arena.view(layout.constant_offsets[source.name], np.float32, count)
             values[:] = expand_rows(source.layout, raw, 1, count)[0]
 
@@ -418,17 +426,34 @@ class Engine:
         return found
 
     def lane_use_now(self) -> LaneUse:
-        """(busy ns, bytes) of each lane since the start."""
-        return self.gauges.lane_use(self._multiplied)
+        """What lanes and experts have done since the start."""
+        return LaneUse(self.gauges.lane_use(self._multiplied), self.gauges.expert_use())
 
     def lane_use(self, sequence: Sequence) -> dict[str, tuple[float, int]]:
         """Per lane, busy seconds and bytes while a finished request ran (others' work included)."""
+        before = sequence.use_before.lanes
         return {
-            name: (
-                (busy - sequence.use_before[name][0]) / 1e9,
-                nbytes - sequence.use_before[name][1],
+            name: ((busy - before[name][0]) / 1e9, nbytes - before[name][1])
+            for name, (busy, nbytes) in sequence.use_after.lanes.items()
+        }
+
+    def expert_use(self, sequence: Sequence) -> dict[str, Any] | None:
+        """What decode steps found of their experts in RAM while a request ran; None if dense."""
+        experts = self.blueprint.catalog.experts
+        if experts is None:
+            return None
+        resident, chosen = (
+            after - before
+            for before, after in zip(
+                sequence.use_before.experts, sequence.use_after.experts, strict=True
             )
-            for name, (busy, nbytes) in sequence.use_after.items()
+        )
+        tokens = max(1, len(sequence.generated) - 1)
+        return {
+            "slots": self.placement.expert_slots,
+            "of": experts.total,
+            "hit_rate": resident / chosen if chosen else None,
+            "read_nbytes_per_token": (chosen - resident) * experts.held_nbytes // tokens,
         }
 
     def _step_nbytes(self, placement: Placement) -> list[int]:

@@ -1,4 +1,4 @@
-"""The disk lane's part in a mixture: reads the experts that a route misses, and makes room for them.
+"""The disk lane's part in a mixture: it reads the experts that a route misses, and makes room.
 
 One thread follows the requests of the compute lane. It tells the cache what every route chose,
 finds a slot for each missing expert and hands its extents to reader threads, many at a time.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shadowlane.ops.decoder_config import DecoderConfig
-from shadowlane.ops.experts import Expert, ExpertMatrix, read_experts
+from shadowlane.ops.expert_matrices import Expert, ExpertMatrix, read_experts
 from shadowlane.ops.files import ModelFiles
 from shadowlane.planner.catalog import Experts
 from shadowlane.planner.placement import PAGE_NBYTES as PAGE

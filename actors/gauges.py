@@ -26,7 +26,9 @@ STALE_PERIODS = 5  # a look longer ago than so many periods says nothing of now
 class Gauges:
     """Reads; writes nothing."""
 
-    def __init__(self, arena: Arena, layout: ArenaLayout, lanes: Sequence[LaneSpec]) -> None:
+    def __init__(
+        self, arena: Arena, layout: ArenaLayout, lanes: Sequence[LaneSpec], sparse_layers: int
+    ) -> None:
         self._arena = arena
         self._layout = layout
         self._lanes = tuple(lanes)
@@ -41,6 +43,14 @@ class Gauges:
                 for worker in range(spec.threads)
             ]
             for number, spec in enumerate(self._lanes)
+        ]
+        self._routes = [
+            arena.view(
+                layout.scratch["routes"] + number * layout.route_nbytes,
+                np.int64,
+                t.ROUTE_HEADER_FIELDS,
+            )
+            for number in range(sparse_layers)
         ]
         self._delays: tuple[float, list[list[int]]] | None = None
 
@@ -71,6 +81,11 @@ class Gauges:
         )
         use[DISK_LANE] = (busy[DISK_LANE][0], read)
         return use
+
+    def expert_use(self) -> tuple[int, int]:
+        """(in RAM, all) of the experts that decode steps have chosen since the start."""
+        resident = sum(int(route[t.ALL_RESIDENT]) for route in self._routes)
+        return resident, sum(int(route[t.ALL_CHOSEN]) for route in self._routes)
 
     def worker_spans(self, lane: int, worker: int) -> np.ndarray:
         """The spans that a worker's ring still holds, oldest first: int64 [n, SPAN_FIELDS]."""

@@ -120,6 +120,7 @@ def make_geometry(
         t.SCRATCH_SPARE: starts[2] + quantised_inputs(blueprint.options) * quantised_stride(config),
         t.SCRATCH_GATHERED: starts[12],
         t.SCRATCH_ACTIVATED: starts[13],
+        t.WHOLE_HEAD_NORM: int(config.full_width_qk_norm),
         **_expert_fields(blueprint, layout),
     }
     geometry = np.zeros(t.GEOMETRY_FIELDS, np.int64)
@@ -145,6 +146,7 @@ def _expert_fields(blueprint: Blueprint, layout: ArenaLayout) -> dict[int, int]:
         t.EXPERT_OUTPUT: scratch["expert_output"],
         t.EXPERT_OUTPUT_CHUNK: scratch["expert_output_chunk"],
         t.ROUTER_STRIDE: router_stride(blueprint.config),
+        t.SWIGLU: -1,
     }
     offsets: dict[str, int] = {}
     if moe is not None and blueprint.experts is not None:
@@ -156,6 +158,8 @@ def _expert_fields(blueprint: Blueprint, layout: ArenaLayout) -> dict[int, int]:
             t.NORMALISES_TOP_K: int(moe.norm_topk or moe.softmax_chosen),
             t.EXPERT_NBYTES: blueprint.experts.catalog.slot_nbytes,
         }
+        if moe.swiglu_limit > 0:
+            fields[t.SWIGLU] = layout.swiglu
     else:
         for field in (t.NUM_EXPERTS, t.TOP_K, t.EXPERT_INNER, t.NORMALISES_TOP_K, t.EXPERT_NBYTES):
             fields[field] = 0
@@ -324,6 +328,8 @@ def _fill(
         assert blueprint.experts is not None
         gate, up, _ = blueprint.experts.formats[row[t.SPARSE_LAYER]]
         row[t.QUANTISES] = int(any(each.layout not in DIRECT_LAYOUTS for each in (gate, up)))
+        for matrix, name in enumerate(group.expert_biases):
+            row[t.EXPERT_BIASES + matrix] = constants[name]
     row[t.EPILOGUE] = t.ADD if group.kind in ("o", "down") else t.STORE
     buffers = {
         "embed": ("residual", "residual", "residual", "residual"),
@@ -344,6 +350,7 @@ def _fill(
     row[t.WINDOW] = window or 0
     row[t.Q_NORM] = constants[group.q_norm] if group.q_norm else -1
     row[t.K_NORM] = constants[group.k_norm] if group.k_norm else -1
+    row[t.SINKS] = constants[group.sinks] if group.sinks else -1
 
 
 def _columns(blueprint: Blueprint, number: int) -> list[tuple[int, int]]:

@@ -49,6 +49,8 @@ def measure_groups(
     files = open_model(root)
     cut = cut_model(files, options, len(cores), layers=1)
     layer = sum(block.nbytes for block in cut.catalog.blocks if block.group.startswith("0."))
+    if cut.catalog.experts is not None:
+        layer += cut.catalog.experts.per_layer * cut.catalog.experts.nbytes
     if layer < COLD_NBYTES:
         cut = cut_model(files, options, len(cores), layers=-(-COLD_NBYTES // max(1, layer)))
     engine = _engine(cut, root, options, cores, ram)
@@ -68,6 +70,8 @@ def _engine(cut: Blueprint, root: Path, options: Options, cores: Sequence[int], 
         + (pages + 1) * options.max_batch * catalog.page_nbytes
         + SLACK
     )
+    if catalog.experts is not None:
+        needed += catalog.experts.total * catalog.experts.slot_nbytes
     settings = EngineSettings(min(ram, needed), (tuple(cores),))
     engine = Engine(root, options, settings, ThreadHost(), cut)
     engine.start(None)
@@ -94,7 +98,7 @@ def _measure(engine: Engine, cut: Blueprint, threads: int, brief: bool) -> dict[
         while repeat < REPEATS or time.monotonic() < until:
             repeat += 1
             began = time.monotonic_ns()
-            engine.run_unheard(_step(rows, tokens, phase))
+            engine.run_unheard(_step(rows, tokens, phase, repeat, cut.config.vocab_size))
             ended = time.monotonic_ns()
             if repeat == 0:
                 continue  # warms caches, and compiles what no one has compiled yet
@@ -137,11 +141,20 @@ def _measure(engine: Engine, cut: Blueprint, threads: int, brief: bool) -> dict[
     }
 
 
-def _step(rows: int, tokens: int, phase: Phase) -> StepPlan:
-    """A step whose last row attends to `tokens` tokens; what is in the cache does not matter."""
+def _step(rows: int, tokens: int, phase: Phase, repeat: int, vocab: int) -> StepPlan:
+    """A step whose last row attends to `tokens` tokens; what is in the cache does not matter.
+
+    Each repeat has tokens of its own: of a mixture it goes to other experts, not to those that the
+    processor's caches still hold.
+    """
     first = max(0, tokens - rows)
     made = tuple(
-        Row(token=index % 7, position=first + index, slot=0, wants_logits=index == rows - 1)
+        Row(
+            token=(repeat * rows + index) * 7919 % vocab,
+            position=first + index,
+            slot=0,
+            wants_logits=index == rows - 1,
+        )
         for index in range(rows)
     )
     return StepPlan(made, rows if phase == "decode" else 0, same_sequence=phase == "decode")

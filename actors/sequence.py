@@ -14,7 +14,13 @@ import numpy as np
 from shadowlane.actors.spec import FinishReason
 from shadowlane.ops.sampling import Sampler, SamplingParams
 
-LaneUse = dict[str, tuple[int, int]]  # lane -> (busy ns, bytes) since the engine's start
+
+@dataclass(frozen=True, slots=True)
+class LaneUse:
+    """What has been done since the engine's start."""
+
+    lanes: dict[str, tuple[int, int]]  # lane -> (busy ns, bytes)
+    experts: tuple[int, int] = (0, 0)  # of those that decode steps chose: in RAM, and all
 
 
 class TextSink(Protocol):
@@ -80,9 +86,9 @@ class Sequence:
         self.is_cancelled = False
         self.is_heard = False  # the listener has had the last output
         self.decode_seconds: list[float] = []  # of each step that carried one token of it
-        self._lane_use: Callable[[], LaneUse] = dict
-        self.use_before: LaneUse = {}
-        self.use_after: LaneUse = {}
+        self._lane_use: Callable[[], LaneUse] = lambda: LaneUse({})
+        self.use_before = LaneUse({})
+        self.use_after = LaneUse({})
 
     @property
     def is_decoding(self) -> bool:

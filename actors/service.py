@@ -392,6 +392,7 @@ class Service:
                 "ram_budget": placement.ram,
             },
             "lanes": lanes,
+            "experts": engine.expert_use(sequence),
             "bottleneck": bottleneck(lanes),
             "emulated": False,
             "predicted_step_s": predicted or None,
@@ -408,7 +409,7 @@ class Service:
 
     def lane_use(self) -> tuple[float, dict[str, tuple[float, int]]]:
         """(monotonic s, lane -> (busy s, bytes moved)) since the start."""
-        use = self.engine.lane_use_now()
+        use = self.engine.lane_use_now().lanes
         return time.monotonic(), {
             name: (busy / 1e9, nbytes) for name, (busy, nbytes) in use.items()
         }

@@ -20,12 +20,12 @@ from shadowlane.ops.kernels import (
     ZERO,
     _matvec_direct,
     multiply_q8_0,
-    rms_norm,
+    rms_scale,
     rotate,
     weighted_sum,
 )
 from shadowlane.ops.packed import quantise_row
-from shadowlane.ops.rows import convert_row, divide_row, soften
+from shadowlane.ops.rows import convert_row, divide_row, scale_row, soften
 
 _matvec = njit(_matvec_direct)
 
@@ -49,19 +49,29 @@ def rotate_head(
     base: int,
     geometry: Any,
     index: int,
-    source: int,
+    heads_at: int,
+    head: int,
+    num_heads: int,
     norm: int,
     factor: float,
     layout: int,
     out: int,
     scratch: int,
 ) -> None:
-    """One head of a row: normalised where the family does so, rotated, scaled, stored."""
+    """One head of a row: normalised where the family does so, rotated, scaled, stored.
+
+    heads_at: address of this row's `num_heads` heads of q, or of k.
+    """
     dim = geometry[t.HEAD_DIM]
+    source = heads_at + head * dim * 4
     if norm >= 0:
         normalised = scratch + EXPAND_AT
         eps = read_f32(base + geometry[t.NORM_EPS])
-        rms_norm(source, base + norm, LAYOUT_F32, normalised, dim, eps, scratch)
+        weight, whole, width = base + norm, source, dim
+        if geometry[t.WHOLE_HEAD_NORM] != 0:
+            weight, whole, width = weight + head * dim * 4, heads_at, num_heads * dim
+        scale = rms_scale(whole, width, eps, scratch)
+        scale_row(LAYOUT_F32, source, scale, weight, normalised, dim)
         source = normalised
     half = dim // 2
     rotate(
@@ -90,14 +100,17 @@ def store_key_value(
     offset = (position % geometry[t.PAGE_TOKENS]) * geometry[t.KV_ROW_NBYTES]
     key_at = cache_page(base, geometry, row[t.LAYER], page, 0, head) + offset
     value_at = cache_page(base, geometry, row[t.LAYER], page, 1, head) + offset
-    key, value = qkv + (heads + head) * dim * 4, qkv + (heads + kv_heads + head) * dim * 4
+    keys, value = qkv + heads * dim * 4, qkv + (heads + kv_heads + head) * dim * 4
+    norm = row[t.K_NORM]
     if layout == LAYOUT_Q8_0:
         rotated = scratch + EXPAND_AT + dim * 4  # rotate_head uses the first row there
-        rotate_head(base, geometry, index, key, row[t.K_NORM], ONE, LAYOUT_F32, rotated, scratch)
+        rotate_head(
+            base, geometry, index, keys, head, kv_heads, norm, ONE, LAYOUT_F32, rotated, scratch
+        )
         pack_q8_0(rotated, dim, key_at, rotated + dim * 4)
         pack_q8_0(value, dim, value_at, rotated + dim * 4)
     else:
-        rotate_head(base, geometry, index, key, row[t.K_NORM], ONE, layout, key_at, scratch)
+        rotate_head(base, geometry, index, keys, head, kv_heads, norm, ONE, layout, key_at, scratch)
         convert_row(layout, value, value_at, dim)
 
 
@@ -137,7 +150,7 @@ def attend(
     nbytes = geometry[t.KV_ROW_NBYTES]
     queries = scratch + EXPAND_AT + dim * 4  # rotate_head uses the first row behind EXPAND_AT
     scores = scratch + geometry[t.SCRATCH_SCORES]
-    stride = geometry[t.CONTEXT] * 4
+    stride = (geometry[t.CONTEXT] + 1) * 4
     qkv = base + geometry[t.QKV] + index * (heads + 2 * kv_heads) * dim * 4
     factor = ONE / np.float32(math.sqrt(np.float32(dim)))
     queries_here = grouped // parts
@@ -147,7 +160,9 @@ def attend(
             base,
             geometry,
             index,
-            qkv + (head * grouped + first + g) * dim * 4,
+            qkv,
+            head * grouped + first + g,
+            heads,
             row[t.Q_NORM],
             factor,
             LAYOUT_F32,
@@ -185,7 +200,12 @@ def attend(
     at = start
     totals = scratch  # the dot products above are done with it
     for g in range(queries_here):
-        write_f32(totals + 4 * g, soften(scores + g * stride, count))
+        weighed = count
+        if row[t.SINKS] >= 0:  # one more score, for which there is no value
+            sink = read_f32(base + row[t.SINKS] + 4 * (head * grouped + first + g))
+            write_f32(scores + g * stride + 4 * count, sink)
+            weighed += 1
+        write_f32(totals + 4 * g, soften(scores + g * stride, weighed))
     while at <= position:
         inside = at % page_tokens
         span = min(page_tokens - inside, position + 1 - at)

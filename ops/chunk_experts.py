@@ -27,13 +27,15 @@ from shadowlane.ops.expert_walk import (
     UP,
     add_experts,
     expert_address,
+    expert_bias,
     finish_expert,
     half_item,
     wait_ready,
     whole_item,
 )
-from shadowlane.ops.kernels import LAYOUT_F32, element_nbytes
+from shadowlane.ops.kernels import EXPAND_AT, LAYOUT_F32, element_nbytes
 from shadowlane.ops.routes import route_at
+from shadowlane.ops.rows import convert_row, finish_row
 
 SUM_ROWS = 32  # rows that one item adds up
 DONE, ABORTED, REFUSED = 0, 1, 2
@@ -127,13 +129,28 @@ def multiply_chunk(
         if not product(geometry, aten, up, place, rows, gathered, count, hidden, others, scratch):
             return False
         out = activated + first * nbytes
-        activate_tile(products, others, layout, count, rows, 0, 0, out, inner * nbytes)
+        gate_bias = expert_bias(base, row, expert, GATE, inner, first)
+        up_bias = expert_bias(base, row, expert, UP, inner, first)
+        activate_tile(
+            base,
+            geometry,
+            products,
+            others,
+            layout,
+            count,
+            rows,
+            gate_bias,
+            up_bias,
+            out,
+            inner * nbytes,
+        )
     down = blocks[row[t.EXPERT_BLOCKS] + DOWN]
     down_at = expert_address(base, geometry, layer, expert, DOWN)
     outputs = base + geometry[t.EXPERT_OUTPUT_CHUNK]
     for first in range(0, hidden, t.PANEL_ROWS):
         rows = min(t.PANEL_ROWS, hidden - first)
         place = down_at + first * down[t.ROW_NBYTES]
+        bias = expert_bias(base, row, expert, DOWN, hidden, first)
         if not product(
             geometry, aten, down, place, rows, activated, count, inner, products, scratch
         ):
@@ -141,7 +158,12 @@ def multiply_chunk(
         for index in range(count):
             pair = read_i32(pairs + 4 * (begin + index)) - num_decode * top_k
             out = outputs + (pair * hidden + first) * nbytes
-            copy_bytes(products + index * rows * nbytes, out, rows * nbytes)
+            result = products + index * rows * nbytes
+            if bias != 0:
+                finish_row(layout, result, bias, 0, scratch + EXPAND_AT, rows)
+                convert_row(layout, scratch + EXPAND_AT, out, rows)
+            else:
+                copy_bytes(result, out, rows * nbytes)
     return True
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from shadowlane.ops import table as t
+from shadowlane.ops.activation import activate_row
 from shadowlane.ops.atomics import call_address, copy_bytes, read_f32
 from shadowlane.ops.attention import attend, cache_page, page_of, rotate_head, store_key_value
 from shadowlane.ops.compiled import njit
@@ -20,7 +21,7 @@ from shadowlane.ops.kernels import (
     rms_norm,
     weighted_sum,
 )
-from shadowlane.ops.rows import convert_row, finish_row, silu_row
+from shadowlane.ops.rows import convert_row, finish_row
 from shadowlane.ops.walker import embed_row
 
 
@@ -112,7 +113,9 @@ def store_chunk(
                 base,
                 geometry,
                 at,
-                qkv + (head * grouped + g) * dim * 4,
+                qkv,
+                head * grouped + g,
+                heads,
                 row[t.Q_NORM],
                 ONE,
                 layout,
@@ -175,6 +178,8 @@ def finish_tile(
 
 @njit
 def activate_tile(
+    base: int,
+    geometry: Any,
     gate: int,
     up: int,
     layout: int,
@@ -188,7 +193,9 @@ def activate_tile(
     """silu(gate) * up of two products [count, rows], into columns of an output of their layout."""
     nbytes = element_nbytes(layout) * rows
     for index in range(count):
-        silu_row(
+        activate_row(
+            base,
+            geometry,
             layout,
             gate + index * nbytes,
             up + index * nbytes,

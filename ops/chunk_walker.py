@@ -160,6 +160,8 @@ def tile_item(
         if not product(geometry, aten, second, place, rows, x, count, cols, up, scratch):
             return False
         activate_tile(
+            base,
+            geometry,
             products,
             up,
             layout,
@@ -175,15 +177,15 @@ def tile_item(
 
 @njit
 def _mask(
-    geometry: Any, aten: Any, step: int, query_at: int, rows: int, start: int, keys: int,
-    window: int, scratch: int,
-) -> int:  # fmt: skip
-    """Handle of what is added to the scores, [rows, keys]: 0 where a row may look, else -inf.
+    geometry: Any, step: int, query_at: int, rows: int, start: int, keys: int, window: int,
+    sinks: int, scratch: int,
+) -> None:  # fmt: skip
+    """What is added to the scores, [rows, keys + sinks]: 0 where a row may look, else -inf.
 
-    The rows are the tokens from `query_at`, the keys those from `start`.
+    The rows are the tokens from `query_at`, the keys those from `start`. sinks: 1 where one more
+    column will hold the sinks of a head.
     """
     layout = geometry[t.COMPUTE_LAYOUT]
-    nbytes = element_nbytes(layout)
     words = scratch + geometry[t.SCRATCH_WORDS]
     out = scratch + geometry[t.SCRATCH_MASK]
     key = (step, query_at, start, window)
@@ -192,21 +194,52 @@ def _mask(
         at = words + MASK_KEY + 8 * place
         is_there = is_there and read_i64(at) == key[place]
         write_i64(at, key[place])
-    if not is_there:
-        line = scratch + geometry[t.SCRATCH_SCORES]
-        for index in range(keys):
-            write_f32(line + 4 * index, MINUS_INFINITY)
-        shown, hidden = 0, 0  # keys before `shown` have been uncovered, before `hidden` covered
-        for index in range(rows):
-            last = query_at + index - start
-            while shown <= last:
-                write_f32(line + 4 * shown, ZERO)
-                shown += 1
-            while window > 0 and hidden <= last - window:
-                write_f32(line + 4 * hidden, MINUS_INFINITY)
-                hidden += 1
-            convert_row(layout, line, out + index * keys * nbytes, keys)
-    return torch.matrix(aten, words, out, rows, keys, keys, 1, layout)
+    if is_there:
+        return
+    line = scratch + geometry[t.SCRATCH_SCORES]
+    width = keys + sinks
+    for index in range(width):
+        write_f32(line + 4 * index, MINUS_INFINITY)
+    shown, hidden = 0, 0  # keys before `shown` have been uncovered, before `hidden` covered
+    for index in range(rows):
+        last = query_at + index - start
+        while shown <= last:
+            write_f32(line + 4 * shown, ZERO)
+            shown += 1
+        while window > 0 and hidden <= last - window:
+            write_f32(line + 4 * hidden, MINUS_INFINITY)
+            hidden += 1
+        convert_row(layout, line, out + index * width * element_nbytes(layout), width)
+
+
+@njit
+def _attend(
+    geometry: Any, aten: Any, queries: int, heads: int, count: int, num_keys: int, is_masked: int,
+    out: int, scratch: int,
+) -> bool:  # fmt: skip
+    """Torch's attention of `heads` query heads over the gathered keys. False: torch refused.
+
+    queries: [heads, count, HEAD_DIM]; out: [count, NUM_HEADS * HEAD_DIM] from their first column.
+    """
+    layout, dim = geometry[t.COMPUTE_LAYOUT], geometry[t.HEAD_DIM]
+    words = scratch + geometry[t.SCRATCH_WORDS]
+    keys = scratch + geometry[t.SCRATCH_CACHED]
+    values = keys + (geometry[t.CONTEXT] + 1) * dim * element_nbytes(layout)
+    width = geometry[t.NUM_HEADS] * dim
+    mask = 0
+    if is_masked != 0:
+        at = scratch + geometry[t.SCRATCH_MASK]
+        mask = torch.matrix(aten, words, at, count, num_keys, num_keys, 1, layout)
+        if mask == 0:
+            return False
+    one = torch.heads(aten, words, queries, heads, count, dim, count * dim, dim, layout)
+    two = torch.heads(aten, words, keys, heads, num_keys, dim, 0, dim, layout)
+    three = torch.heads(aten, words, values, heads, num_keys, dim, 0, dim, layout)
+    four = torch.heads(aten, words, out, heads, count, dim, dim, width, layout)
+    done = torch.attention(aten, words, one, two, three, mask, four)
+    for handle in (one, two, three, four, mask):
+        torch.delete(aten, handle)
+    return done
 
 
 @njit
@@ -233,14 +266,14 @@ def attend_rows(
     num_decode = load64(record + 8 * t.NUM_DECODE)
     position = read_i32(record + geometry[t.RECORD_POSITIONS] + 4 * num_decode)
     sequence = read_i32(record + geometry[t.RECORD_SEQUENCES] + 4 * num_decode)
-    words = scratch + geometry[t.SCRATCH_WORDS]
     queries = scratch + geometry[t.SCRATCH_QUERIES]
     keys = scratch + geometry[t.SCRATCH_CACHED]
-    values = keys + geometry[t.CONTEXT] * dim * nbytes
+    values = keys + (geometry[t.CONTEXT] + 1) * dim * nbytes
     store_chunk(
         base, geometry, row, record, num_decode, stored, first, last, head, layout, queries, scratch
     )
     window = row[t.WINDOW]
+    sinks = 1 if row[t.SINKS] >= 0 else 0
     query_at = position + first
     start = max(0, query_at - window + 1) if window > 0 else 0
     count, num_keys = last - first, position + last - start
@@ -250,21 +283,29 @@ def attend_rows(
             base, geometry, row[t.LAYER], record, sequence, start, num_keys, head, value, target,
             scratch,
         )  # fmt: skip
-    mask = 0
-    if query_at > 0 or 0 < window < num_keys:
-        mask = _mask(geometry, aten, step, query_at, count, start, num_keys, window, scratch)
-        if mask == 0:
-            return False
+    is_masked = 1 if query_at > 0 or 0 < window < num_keys or sinks != 0 else 0
+    if is_masked != 0:
+        _mask(geometry, step, query_at, count, start, num_keys, window, sinks, scratch)
     width = geometry[t.NUM_HEADS] * dim
     out = base + row[t.PREFILL_OUTPUT] + (first * width + head * grouped * dim) * nbytes
-    one = torch.heads(aten, words, queries, grouped, count, dim, count * dim, dim, layout)
-    two = torch.heads(aten, words, keys, grouped, num_keys, dim, 0, dim, layout)
-    three = torch.heads(aten, words, values, grouped, num_keys, dim, 0, dim, layout)
-    four = torch.heads(aten, words, out, grouped, count, dim, dim, width, layout)
-    done = torch.attention(aten, words, one, two, three, mask, four)
-    for handle in (one, two, three, four, mask):
-        torch.delete(aten, handle)
-    return done
+    if sinks == 0:
+        return _attend(geometry, aten, queries, grouped, count, num_keys, is_masked, out, scratch)
+    # A sink is one more key of nothing, whose score is the mask alone, with a value of nothing.
+    for index in range(dim * nbytes // 4):
+        write_f32(keys + num_keys * dim * nbytes + 4 * index, ZERO)
+        write_f32(values + num_keys * dim * nbytes + 4 * index, ZERO)
+    mask = scratch + geometry[t.SCRATCH_MASK]
+    for g in range(grouped):
+        sink = base + row[t.SINKS] + 4 * (head * grouped + g)
+        for index in range(count):
+            column = mask + (index * (num_keys + 1) + num_keys) * nbytes
+            convert_row(layout, sink, column, 1)
+        if not _attend(
+            geometry, aten, queries + g * count * dim * nbytes, 1, count, num_keys + 1, 1,
+            out + g * dim * nbytes, scratch,
+        ):  # fmt: skip
+            return False
+    return True
 
 
 @njit
@@ -394,7 +435,7 @@ def walk_chunk(
                     return FAILED
             if is_last_item(base, geometry, row, record, num_items):
                 if kind == t.ROUTER:
-                    route(base, geometry, row, step, num_rows)
+                    route(base, geometry, row, step, num_rows, 0)
                 retire(base, geometry, row, record)
         if worked:
             note_span(base, geometry, worker, step, row[t.GROUP], start, now_ns(), waited)

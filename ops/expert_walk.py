@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shadowlane.ops import table as t
+from shadowlane.ops.activation import activate_row
 from shadowlane.ops.atomics import (
     WAIT_OK,
     add32,
@@ -34,7 +35,7 @@ from shadowlane.ops.compiled import njit
 from shadowlane.ops.kernels import LAYOUT_F32, weighted_sum
 from shadowlane.ops.packed import quantise_row
 from shadowlane.ops.routes import SLOT_MASK, route_at, word_at
-from shadowlane.ops.rows import silu_row
+from shadowlane.ops.rows import finish_row
 
 GATE, UP, DOWN = 0, 1, 2
 SPINS_BEFORE_REST = 2000  # looks at a peer's progress before the core is offered to others
@@ -60,6 +61,13 @@ def expert_address(base: int, geometry: Any, layer: int, expert: int, matrix: in
     key = layer * geometry[t.NUM_EXPERTS] + expert
     place = read_i32(base + geometry[t.EXPERT_PLACES] + 4 * (3 * key + matrix))
     return base + geometry[t.EXPERT_SLOTS] + slot * geometry[t.EXPERT_NBYTES] + place
+
+
+@njit
+def expert_bias(base: int, row: Any, expert: int, matrix: int, rows: int, first: int) -> int:
+    """Address of the bias of an expert's matrix of `rows`, from row `first`; 0: it has none."""
+    offset = row[t.EXPERT_BIASES + matrix]
+    return base + offset + (expert * rows + first) * 4 if offset >= 0 else 0
 
 
 @njit
@@ -122,6 +130,8 @@ def half_item(
     gate_at = expert_address(base, geometry, layer, expert, GATE) + first * gate[t.ROW_NBYTES]
     up_at = expert_address(base, geometry, layer, expert, UP) + first * up[t.ROW_NBYTES]
     quantised = scratch + geometry[t.SCRATCH_QUANTISED]
+    gate_bias = expert_bias(base, row, expert, GATE, inner, first)
+    up_bias = expert_bias(base, row, expert, UP, inner, first)
     for place in range(begin, end):
         pair = read_i32(route + geometry[t.ROUTE_PAIRS] + 4 * place)
         index = pair // top_k
@@ -130,7 +140,7 @@ def half_item(
         multiply_rows(gate, gate_at, num_rows, hidden, source, packed, gates, scratch)
         multiply_rows(up, up_at, num_rows, hidden, source, packed, ups, scratch)
         out = base + geometry[t.EXPERT_ACTIVATED] + (pair * inner + first) * 4
-        silu_row(LAYOUT_F32, gates, ups, 0, 0, out, num_rows)
+        activate_row(base, geometry, LAYOUT_F32, gates, ups, gate_bias, up_bias, out, num_rows)
 
 
 @njit
@@ -149,6 +159,7 @@ def whole_item(
     down_at = expert_address(base, geometry, row[t.SPARSE_LAYER], expert, DOWN)
     down_at += first * down[t.ROW_NBYTES]
     quantised = scratch + geometry[t.SCRATCH_SPARE]
+    bias = expert_bias(base, row, expert, DOWN, hidden, first)
     for place in range(begin, end):
         pair = read_i32(route + geometry[t.ROUTE_PAIRS] + 4 * place)
         source = base + geometry[t.EXPERT_ACTIVATED] + pair * inner * 4
@@ -156,6 +167,8 @@ def whole_item(
             quantise_row(source, inner, quantised)
         out = base + geometry[t.EXPERT_OUTPUT] + (pair * hidden + first) * 4
         multiply_rows(down, down_at, num_rows, inner, source, quantised, out, scratch)
+        if bias != 0:
+            finish_row(LAYOUT_F32, out, bias, 0, out, num_rows)
 
 
 @njit

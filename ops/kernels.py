@@ -318,6 +318,13 @@ def _compiled_matvec(function: Any) -> Any:
 
 
 @njit
+def rms_scale(x: int, cols: int, eps: float, scratch: int) -> float:
+    """1 / sqrt(mean(x**2) + eps) of one row; x: float32 [cols]; scratch: one float32."""
+    _dot_1x1(LAYOUT_F32, x, 0, 0, x, 0, cols, scratch)
+    return ONE / np.float32(math.sqrt(read_f32(scratch) / np.float32(cols) + eps))
+
+
+@njit
 def rms_norm(
     x: int, weight: int, out_layout: int, out: int, cols: int, eps: float, scratch: int
 ) -> None:
@@ -325,9 +332,7 @@ def rms_norm(
 
     x, weight: float32 [cols]; scratch: one float32.
     """
-    _dot_1x1(LAYOUT_F32, x, 0, 0, x, 0, cols, scratch)
-    scale = ONE / np.float32(math.sqrt(read_f32(scratch) / np.float32(cols) + eps))
-    scale_row(out_layout, x, scale, weight, out, cols)
+    scale_row(out_layout, x, rms_scale(x, cols, eps, scratch), weight, out, cols)
 
 
 @njit

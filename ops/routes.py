@@ -119,7 +119,7 @@ def compare_swap(word: int, expected: int, desired: int) -> bool:
 
 
 @njit
-def route(base: int, geometry: Any, row: Any, step: int, num_rows: int) -> None:
+def route(base: int, geometry: Any, row: Any, step: int, num_rows: int, is_decode: int) -> None:
     """Choose for every row, mark what is in RAM, and ask the disk lane for the rest.
 
     row: of a ROUTER, whose output is float32 [num_rows, ROUTER_STRIDE]: a logit per expert, then,
@@ -173,8 +173,9 @@ def route(base: int, geometry: Any, row: Any, step: int, num_rows: int) -> None:
     write_i64(here + 8 * t.READY_BASE, np.int64(before))
     write_i64(here + 8 * t.NUM_FINISHED, 0)
     write_i64(here + 8 * t.ROUTE_STEP, step)
-    for field, more in ((t.ALL_RESIDENT, num_resident), (t.ALL_CHOSEN, chosen)):
-        write_i64(here + 8 * field, read_i64(here + 8 * field) + more)
+    if is_decode != 0:
+        for field, more in ((t.ALL_RESIDENT, num_resident), (t.ALL_CHOSEN, chosen)):
+            write_i64(here + 8 * field, read_i64(here + 8 * field) + more)
     publish(ready, np.int32(before + num_resident))
     if num_missing > 0:
         request = counters + geometry[t.REQUEST_COUNTER] * t.COUNTER_NBYTES

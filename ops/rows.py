@@ -227,6 +227,58 @@ def silu_row(
 
 
 @intrinsic
+def clamped_row(
+    typingctx: Any,
+    layout: Any,
+    gate: Any,
+    up: Any,
+    gate_bias: Any,
+    up_bias: Any,
+    limit: Any,
+    alpha: Any,
+    out: Any,
+    cols: Any,
+) -> Any:
+    """The SwiGLU of GPT-OSS: out[i] = (u + 1) * g / (1 + exp(-alpha * g)).
+
+    g = min(gate[i] + gate_bias[i], limit); u = up[i] + up_bias[i], within -limit to limit.
+    gate, up and out of `layout`; the biases float32, or both 0 for none.
+    """
+
+    def body(builder: ir.IRBuilder, layout: str, args: Any) -> None:
+        gate, up, gate_bias, up_bias, limit, alpha, out, cols = args
+
+        def write(has_bias: bool) -> None:
+            def lanes(kind: ir.Type, at: ir.Value) -> None:
+                x = load(builder, kind, layout, gate, at)
+                factor = load(builder, kind, layout, up, at)
+                if has_bias:
+                    x = builder.fadd(x, load(builder, kind, "f32", gate_bias, at))
+                    factor = builder.fadd(factor, load(builder, kind, "f32", up_bias, at))
+                most = splat(builder, kind, limit)
+                least = builder.fsub(constant(kind, -0.0), most)
+                x = builder.select(builder.fcmp_ordered(">", x, most), most, x)
+                factor = builder.select(builder.fcmp_ordered(">", factor, most), most, factor)
+                factor = builder.select(builder.fcmp_ordered("<", factor, least), least, factor)
+                steep = builder.fmul(x, splat(builder, kind, alpha))
+                below = exp(builder, kind, builder.fsub(constant(kind, -0.0), steep))
+                below = builder.fadd(below, constant(kind, 1.0))
+                factor = builder.fadd(factor, constant(kind, 1.0))
+                store(builder, kind, layout, builder.fmul(builder.fdiv(x, below), factor), out, at)
+
+            for_lanes(builder, cols, lanes)
+
+        for has_bias in (False, True):
+            wanted = builder.icmp_signed("!=" if has_bias else "==", gate_bias, I64(0))
+            with builder.if_then(wanted):
+                write(has_bias)
+
+    i64, f32 = types.int64, types.float32
+    signature = types.void(i64, i64, i64, i64, i64, f32, f32, i64, i64)
+    return signature, for_each_layout(body)
+
+
+@intrinsic
 def convert_row(typingctx: Any, layout: Any, x: Any, out: Any, cols: Any) -> Any:
     """out[i] = x[i]; x float32, out of `layout`."""
 

@@ -70,7 +70,9 @@ SPARSE_LAYER: Final = 24  # ROUTER, EXPERTS: number of the layer among those wit
 EXPERT_BLOCKS: Final = 25  # EXPERTS: three rows of `blocks`: gate, up and down of each of them
 EXPERT_CHUNKS: Final = 26  # EXPERTS: decode items of each half (gate and up, down) of an expert
 SHARED_GATE: Final = 27  # LINEAR of a shared expert: where its rows' factors begin; -1: none
-PEER_WAIT: Final = 28  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
+EXPERT_BIASES: Final = 28  # EXPERTS: three offsets, of gate, up, down: a row per expert, -1
+SINKS: Final = 31  # ATTENTION: a logit per query head that takes part in each softmax, -1: none
+PEER_WAIT: Final = 32  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
 INSTRUCTION_COLUMNS: Final = PEER_WAIT + MAX_LANES
 
 # items[j, ...]
@@ -132,13 +134,13 @@ BLOCK_COLUMNS: Final = 10
     SCRATCH_QUANTISED,  # the same inputs quantised, QUANTISED_NBYTES apart; see `packed.py`
     QUANTISED_NBYTES,
     SCRATCH_OUTPUT,  # two float32 [MAX_DECODE_ROWS, MAX_BLOCK_ROWS]
-    SCRATCH_SCORES,  # float32 [heads per kv head, context]
+    SCRATCH_SCORES,  # float32 [heads per kv head, context + 1]
     SCRATCH_TILE,  # an expanded panel in the compute type
     SCRATCH_NORMALISED,  # of a chunk, in the compute type [chunk, HIDDEN]
     SCRATCH_PRODUCTS,  # two [chunk, rows of a tile or panel]
     SCRATCH_QUERIES,  # [heads per kv head, QUERY_ROWS, HEAD_DIM]
-    SCRATCH_CACHED,  # keys, then values: [CONTEXT, HEAD_DIM] each
-    SCRATCH_MASK,  # [QUERY_ROWS, CONTEXT]
+    SCRATCH_CACHED,  # keys, then values: [CONTEXT + 1, HEAD_DIM] each
+    SCRATCH_MASK,  # [QUERY_ROWS, CONTEXT + 1]
     SCRATCH_WORDS,  # WORDS_NBYTES of `aten.py`
     CONTEXT,  # tokens that SCRATCH_SCORES has room for
     RECORD_TOKENS,  # offsets inside a step record
@@ -180,8 +182,10 @@ BLOCK_COLUMNS: Final = 10
     SCRATCH_SPARE,  # room for one more quantised input in a worker's scratch
     SCRATCH_GATHERED,  # compute type [chunk, HIDDEN]: the inputs of one expert
     SCRATCH_ACTIVATED,  # compute type [chunk, EXPERT_INNER]
+    SWIGLU,  # offset of two float32, limit and alpha of a clamped SwiGLU; -1: silu
+    WHOLE_HEAD_NORM,  # 1: q and k are normalised over all their heads together
     GEOMETRY_FIELDS,
-) = range(84)
+) = range(86)
 
 # a step record begins with these int64
 STEP: Final = 0
@@ -202,7 +206,7 @@ NUM_RESIDENT: Final = 2  # of these, in RAM when they were chosen
 READY_BASE: Final = 3  # READY_COUNTER before the first of them was ready
 NUM_FINISHED: Final = 4  # computed for all rows
 ROUTE_STEP: Final = 5
-ALL_RESIDENT: Final = 6  # since the start: NUM_RESIDENT summed
+ALL_RESIDENT: Final = 6  # over all decode steps since the start: NUM_RESIDENT, and NUM_CHOSEN
 ALL_CHOSEN: Final = 7
 ROUTE_HEADER_FIELDS: Final = 8
 ROUTE_RING: Final = 1024  # newest routes whose layers are known

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shadowlane.ops import table as t
+from shadowlane.ops.activation import activate_row
 from shadowlane.ops.atomics import (
     WAIT_OK,
     call_address,
@@ -47,7 +48,7 @@ from shadowlane.ops.kernels import (
 )
 from shadowlane.ops.packed import quantise_row
 from shadowlane.ops.routes import route
-from shadowlane.ops.rows import finish_row, silu_row
+from shadowlane.ops.rows import finish_row
 
 
 @njit
@@ -297,7 +298,9 @@ def gate_up_item(
         up_bias = gate_bias + 4 * row[t.ROWS]
     for index in range(inputs):
         out = base + row[t.OUTPUT] + (index * row[t.ROWS] + first) * 4
-        silu_row(
+        activate_row(
+            base,
+            geometry,
             LAYOUT_F32,
             gates + index * stride,
             ups + index * stride,
@@ -385,7 +388,7 @@ def walk(
                     linear_item(base, geometry, row, item, blocks, record, x, inputs, scratch)
             if is_last_item(base, geometry, row, record, num_items):
                 if kind == t.ROUTER:
-                    route(base, geometry, row, step, num_rows)
+                    route(base, geometry, row, step, num_rows, 1)
                 elif kind == t.EXPERTS:
                     outputs = base + geometry[t.EXPERT_OUTPUT]
                     add_experts(base, geometry, row, LAYOUT_F32, outputs, 0, num_rows, 0)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from shadowlane.planner.catalog import Experts
+
 # (part of the experts that is in RAM, part of the choices that hit them)
 RECORDED = ((0.0, 0.0), (0.05, 0.20), (0.10, 0.34), (0.25, 0.65), (0.50, 0.89), (1.0, 1.0))
 
@@ -19,6 +21,14 @@ def assumed_hit_rate(slots: int, num_experts: int) -> float:
     upper = max(1, bisect_left([point[0] for point in RECORDED], part))
     (low, low_rate), (high, high_rate) = RECORDED[upper - 1], RECORDED[upper]
     return low_rate + (high_rate - low_rate) * (part - low) / (high - low)
+
+
+def missing_nbytes(experts: Experts | None, slots: int) -> int:
+    """Bytes that one token's experts are expected to cost in reads."""
+    if experts is None:
+        return 0
+    missing = experts.top_k * (1.0 - assumed_hit_rate(slots, experts.total))
+    return round(experts.num_layers * missing * experts.held_nbytes)
 
 
 def expected_distinct(num_experts: int, top_k: int, rows: int) -> float:

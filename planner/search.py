@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.context import choose_context
 from shadowlane.planner.cost import CostModel, CostTable
+from shadowlane.planner.hit_rate import missing_nbytes
 from shadowlane.planner.placement import (
     MIN_SLOTS,
     InfeasiblePlan,
@@ -147,7 +148,8 @@ def place(
         kv_nbytes=context.kv_nbytes,
         scratch_nbytes=scratch,
         constants_nbytes=constants,
-        read_nbytes_per_step=sum(catalog.blocks[index].held_nbytes for index in sweep),
+        read_nbytes_per_step=sum(catalog.blocks[index].held_nbytes for index in sweep)
+        + missing_nbytes(catalog.experts, expert_slots),
         predicted_step_s=best.step_s,
         notes=context.notes + _notes(catalog, resident, cost),
         expert_slots=expert_slots,

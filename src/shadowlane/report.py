@@ -98,6 +98,7 @@ def summary(stats: Json) -> RenderableType:
             f"{seconds(stats.get('measured_step_s'))} measured{emulated}",
         ),
         ("weights", tiers),
+        *_expert_facts(stats),
         ("plan", f"{plan['plan_id']}, re-planned {replans} time{'' if replans == 1 else 's'}"),
         ("load", seconds(stats["load_s"])),
     ]
@@ -116,6 +117,17 @@ def summary(stats: Json) -> RenderableType:
     if stats["bottleneck"] not in stats["lanes"]:
         parts.append(Text(f"bottleneck: {stats['bottleneck']}"))
     return Lines(*parts)
+
+
+def _expert_facts(stats: Json) -> list[tuple[str, str]]:
+    """Of a mixture: how many of the chosen experts were in RAM, and what the others cost."""
+    experts: Json | None = stats.get("experts")
+    if not experts:
+        return []
+    rate = experts["hit_rate"]
+    found = "-" if rate is None else f"{100 * rate:.1f} % of the chosen were in RAM"
+    read = f", {size(experts['read_nbytes_per_token'])} read for each token"
+    return [("experts", f"{experts['slots']} of {experts['of']} in RAM; {found}{read}")]
 
 
 def plan_report(plan: Json, by_group: bool = False) -> RenderableType:

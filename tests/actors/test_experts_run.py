@@ -1,0 +1,195 @@
+"""Mixtures in a running engine: logits of transformers, and the same tokens for any residency."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from inprocess import ONE_THREAD, TWO_LANES, TWO_THREADS, InProcess, collect, cut, running
+from mixture_files import round_experts, write_mixture_gguf, write_stacked
+from tiny import MIXTURES, reference_logits, tiny_tokens
+
+from shadowlane.actors.blueprint import Options
+from shadowlane.actors.disk_lane import EXPERT_NBYTES
+from shadowlane.planner.placement import InfeasiblePlan
+from shadowlane.planner.search import SPARE_EXPERTS
+
+TOLERANCE = 1e-4  # float32 against float32, largest difference of any logit
+NUM_TOKENS = 75
+OPTIONS = Options(context=128, prefill_chunk=64, dtype="float32")
+IN_DIRECTORIES = [name for name in MIXTURES if not name.startswith("gpt-oss")]
+IN_GGUF_ONLY = [name for name in MIXTURES if name.startswith("gpt-oss")]
+MANY = "qwen3-moe-norm"  # a family with experts enough to keep few of them
+
+
+def pieces(length: int, chunk: int) -> list[int]:
+    return [min(chunk, length - first) for first in range(0, length, chunk)]
+
+
+def assert_logits(model: Path, reference: Path, cores: Sequence[Sequence[int]]) -> None:
+    """64 and 20 rows go through torch, 8 and 1 through the compiled kernels."""
+    tokens = tiny_tokens(NUM_TOKENS)
+    for chunk in (64, 20, 8, 1):
+        options = replace(OPTIONS, logit_rows=chunk)
+        with running(model, options=options, cores=cores) as engine:
+            ours = engine.logits(tokens)
+        theirs = reference_logits(reference, tokens, pieces(NUM_TOKENS, chunk), "float32")
+        assert np.abs(ours - theirs).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", IN_DIRECTORIES)
+def test_logits_equal_those_of_transformers(tiny_model: Callable[..., Path], family: str) -> None:
+    model = tiny_model(family)
+    assert_logits(model, model, TWO_THREADS)
+
+
+@pytest.mark.parametrize("family", IN_GGUF_ONLY)
+def test_gpt_oss_from_gguf(tiny_model: Callable[..., Path], tmp_path: Path, family: str) -> None:
+    """Sinks, biases of experts, a clamped activation; the limit is that of the architecture."""
+    model = tiny_model(family, swiglu_limit=7.0)
+    assert_logits(write_mixture_gguf(model, tmp_path / "model.gguf"), model, TWO_THREADS)
+
+
+def test_a_limit_that_is_reached(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """With larger weights, so that the architecture's limit cuts something off."""
+    model = tiny_model("gpt-oss", swiglu_limit=7.0, hidden_size=96)
+    path = write_mixture_gguf(model, tmp_path / "model.gguf")
+    assert_logits(path, model, ONE_THREAD)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_experts_in_one_tensor(
+    tiny_model: Callable[..., Path], tmp_path: Path, is_fused: bool
+) -> None:
+    model = tiny_model(MANY)
+    stacked = write_stacked(model, tmp_path / "stacked", is_fused=is_fused)
+    assert_logits(stacked, model, ONE_THREAD)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4"])
+def test_packed_experts(tiny_model: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    """Against weights rounded the same way; inputs of the packed products are rounded to bytes."""
+    layout = gguf.GGMLQuantizationType[kind]
+    model = tiny_model(MANY, hidden_size=128)
+    path = write_mixture_gguf(model, tmp_path / "model.gguf", kind=layout)
+    rounded = round_experts(model, tmp_path / "rounded", layout)
+    tokens = tiny_tokens(NUM_TOKENS)
+    with running(path, options=replace(OPTIONS, logit_rows=64)) as engine:
+        ours = engine.logits(tokens)[:64]  # one chunk: expanded weights, float32 inputs
+    theirs = reference_logits(rounded, tokens, [64, NUM_TOKENS - 64], "float32")[:64]
+    assert np.abs(ours - theirs).max() <= TOLERANCE
+    with running(path, options=replace(OPTIONS, logit_rows=1)) as engine:
+        ours = engine.logits(tokens)
+    theirs = reference_logits(rounded, tokens, [1] * NUM_TOKENS, "float32")
+    errors = np.linalg.norm(ours - theirs, axis=1) / np.linalg.norm(theirs, axis=1)
+    # a route may turn to another expert where two are as good; most rows must not
+    assert np.median(errors) < 0.02
+
+
+# -- residency
+
+
+def budget_for(model: Path, slots: int, cores: Sequence[Sequence[int]], options: Options) -> int:
+    """RAM under which a plan has so many slots for experts, with embedding rows gathered."""
+    blueprint = cut(model, options, cores)
+    catalog = blueprint.catalog
+    assert catalog.experts is not None
+    with running(model, options=options, cores=cores) as engine:
+        whole = engine.engine.placement
+    gathered = sum(
+        block.held_nbytes for block in catalog.blocks if catalog.group(block.group).kind == "embed"
+    )
+    missing = catalog.experts.total - slots
+    return whole.total_nbytes - gathered - missing * catalog.experts.slot_nbytes
+
+
+def read_nbytes(engine: InProcess) -> int:
+    return int(engine.engine.gauges.disk_statistics()[EXPERT_NBYTES])
+
+
+@pytest.mark.parametrize("cores", [ONE_THREAD, TWO_THREADS, TWO_LANES])
+@pytest.mark.parametrize("family", ["mixtral", MANY, "qwen2-moe"])
+def test_tokens_do_not_depend_on_what_is_in_ram(
+    tiny_model: Callable[..., Path], family: str, cores: Sequence[Sequence[int]]
+) -> None:
+    model = tiny_model(family)
+    experts = cut(model, OPTIONS, cores).catalog.experts
+    assert experts is not None
+    prompt = tiny_tokens(40)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(prompt, 20)
+        logits = engine.logits(prompt)
+    for slots in (experts.total, experts.total // 2, experts.top_k + SPARE_EXPERTS):
+        ram = budget_for(model, slots, cores, OPTIONS)
+        with running(model, options=OPTIONS, cores=cores, ram=ram) as engine:
+            assert engine.engine.placement.expert_slots == slots
+            assert engine.generate(prompt, 20) == expected
+            assert np.array_equal(engine.logits(prompt), logits)
+            assert bool(read_nbytes(engine)) == (slots < experts.total)
+
+
+def test_requests_that_share_steps_choose_for_themselves(tiny_model: Callable[..., Path]) -> None:
+    """Rows of one step go to different experts, some to the same, with few slots for all."""
+    model = tiny_model(MANY)
+    options = replace(OPTIONS, max_batch=4)
+    experts = cut(model, options, TWO_THREADS).catalog.experts
+    assert experts is not None
+    prompts = [tiny_tokens(20 + 7 * number)[number:] for number in range(4)]
+    ram = budget_for(model, experts.top_k + SPARE_EXPERTS, TWO_THREADS, options)
+    with running(model, options=options, ram=ram) as engine:
+        alone = [engine.generate(prompt, 12) for prompt in prompts]
+        together = [engine.submit(prompt, 12) for prompt in prompts]
+        assert [collect(sequence) for sequence in together] == alone
+
+
+def test_a_chunk_reads_each_expert_once(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model(MANY)
+    experts = cut(model, OPTIONS, TWO_THREADS).catalog.experts
+    assert experts is not None
+    ram = budget_for(model, experts.top_k + SPARE_EXPERTS, TWO_THREADS, OPTIONS)
+    with running(model, options=OPTIONS, ram=ram) as engine:
+        engine.generate(tiny_tokens(64), 1)
+        most = experts.total * experts.nbytes
+        assert 0 < read_nbytes(engine) <= most
+
+
+def test_what_a_run_tells_of_its_experts(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model(MANY)
+    experts = cut(model, OPTIONS, TWO_THREADS).catalog.experts
+    assert experts is not None
+    slots = experts.total // 2
+    with running(model, options=OPTIONS, ram=budget_for(model, slots, TWO_THREADS, OPTIONS)) as run:
+        sequence = run.submit(tiny_tokens(30), 16)
+        collect(sequence)
+        told = run.engine.expert_use(sequence)
+        assert told is not None
+        resident, chosen = sequence.use_after.experts
+        # the last token is given without a step of its own
+        assert chosen == 15 * experts.num_layers * experts.top_k
+        assert 0 < resident < chosen
+        assert told["hit_rate"] == resident / chosen
+        assert (told["slots"], told["of"]) == (slots, experts.total)
+    with running(tiny_model("llama2")) as run:
+        sequence = run.submit(tiny_tokens(30), 4)
+        collect(sequence)
+        assert run.engine.expert_use(sequence) is None
+
+
+def test_a_budget_below_what_every_token_needs_names_the_sum(
+    tiny_model: Callable[..., Path],
+) -> None:
+    model = tiny_model(MANY)
+    experts = cut(model, OPTIONS, TWO_THREADS).catalog.experts
+    assert experts is not None
+    least = budget_for(model, experts.top_k + SPARE_EXPERTS, TWO_THREADS, OPTIONS)
+    with running(model, options=OPTIONS, ram=least):
+        pass
+    with (
+        pytest.raises(InfeasiblePlan, match=r"weights of every token .* experts .* short by"),
+        running(model, options=OPTIONS, ram=least - 4096),
+    ):
+        pass
