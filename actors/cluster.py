@@ -281,16 +281,16 @@ def _quiet_connection() -> Iterator[None]:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """SIGTERM and SIGHUP reach a program that handles them after this, and not in between.
+    """Signals reach a program that handles them after this, and not in between.
 
     A Ray that is half started leaves processes behind for a minute; and its own handler of SIGTERM
-    would print a stack and exit with 15.
+    would print a stack and exit with 15. A second Ctrl-C does not wait.
     """
     from ray._private import utils
 
     handlers = {
         number: handler
-        for number in (signal.SIGTERM, signal.SIGHUP)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
         if callable(handler := signal.getsignal(number))
     }
     if not handlers or threading.current_thread() is not threading.main_thread():
@@ -300,8 +300,14 @@ def _signals_wait() -> Iterator[None]:
     set_handler = getattr(utils, "set_sigterm_handler", None)
     if set_handler is not None:
         utils.set_sigterm_handler = lambda *_: None
+
+    def note(number: int, frame: object) -> None:
+        if number == signal.SIGINT and number in received:
+            raise KeyboardInterrupt
+        received.append(number)
+
     for number in handlers:
-        signal.signal(number, lambda number, frame: received.append(number))
+        signal.signal(number, note)
     try:
         yield
     finally:

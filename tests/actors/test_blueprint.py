@@ -17,8 +17,8 @@ from shadowlane.actors.blueprint import (
     Blueprint,
     Options,
     block_rows,
-    gather_stride,
 )
+from shadowlane.actors.scratch import gather_stride
 from shadowlane.ops.files import open_model
 from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.table import MAX_BLOCK_ROWS

@@ -231,13 +231,16 @@ def test_a_killed_driver_leaves_nothing(cluster: str, model: Path, budget: int) 
     wait_until(lambda: are_gone(used))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("delay_s", [0.2, 1.5])
-def test_a_termination_while_ray_starts_leaves_nothing(model: Path, delay_s: float) -> None:
+def test_a_signal_while_ray_starts_leaves_nothing(
+    model: Path, delay_s: float, number: signal.Signals
+) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as place:
         environment = {**os.environ, "RAY_ADDRESS": "local", "TMPDIR": place}
         code = "from shadowlane.cli import main; main()"
         driver = subprocess.Popen(
-            [sys.executable, "-c", code, "run", str(model), "-p", "x"],
+            [sys.executable, "-c", code, "bench", str(model), "-pp", "8", "-tg", "8"],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -246,9 +249,9 @@ def test_a_termination_while_ray_starts_leaves_nothing(model: Path, delay_s: flo
         while "starting Ray" not in driver.stderr.readline():
             assert driver.poll() is None
         time.sleep(delay_s)  # into the middle of what takes Ray some seconds
-        driver.terminate()
+        driver.send_signal(number)
         driver.stderr.read()
-        assert driver.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        assert driver.wait(PATIENCE_S) == 128 + number
         wait_until(lambda: not processes_of(place))
         assert os.listdir(place) == []
 
