@@ -26,11 +26,11 @@ DISK_COUNTER = t.MAX_LANES  # counters 0..MAX_LANES-1 are the compute lanes'
 GATHER_COUNTER = t.MAX_LANES + 1
 STEP_COUNTER = t.MAX_LANES + 2  # steps filled by the engine
 READY_COUNTER = t.MAX_LANES + 3  # chosen experts that were in RAM, or have arrived
-REQUEST_COUNTER = t.MAX_LANES + 4  # the newest route that misses experts
+REQUEST_COUNTER = t.MAX_LANES + 4  # requests for missing experts, and guesses
 SUMMED_COUNTER = t.MAX_LANES + 5  # the newest route whose experts are all computed
 NUM_COUNTERS = t.MAX_LANES + 6
 RECORD_RING = 8
-DISK_STATISTICS = 16  # int64 fields
+DISK_STATISTICS = 32  # int64 fields
 DISK_SPAN_RING = 1 << 15
 DISK_SPAN_FIELDS = 5  # step, block, start_ns, end_ns, bytes
 MAX_PIECES_PER_GROUP = 4
@@ -144,7 +144,7 @@ class ArenaLayout:
     slot_nbytes: int
     weights: int
     weights_nbytes: int
-    route_numbers: int  # the newest route's number, then the layers of the newest ROUTE_RING
+    route_numbers: int  # the newest route's number, layers of the newest ones, flags: `table.py`
     route_nbytes: int  # of one sparse layer
     expert_slots: int
     num_expert_slots: int
@@ -181,7 +181,7 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
     tickets = tuple(take(instructions * t.TICKET_NBYTES) for _ in threads)
     records = take(RECORD_RING * record["nbytes"])
     workers = tuple(take(count * t.WORKER_NBYTES) for count in threads)
-    route_numbers = take((1 + t.ROUTE_RING) * 8)
+    route_numbers = take(t.ROUTE_WORDS * 8)
     disk = take((DISK_STATISTICS + DISK_SPAN_RING * DISK_SPAN_FIELDS) * 8)
     budget_start = cursor
     constants = take(blueprint.catalog.constants_nbytes)
@@ -189,9 +189,7 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
     constant_offsets = {}
     for source in blueprint.constants:
         constant_offsets[source.name] = offset
-        offset += (
-            math.prod(source.shape) * 4
-        )  # a group's biases follow one another
+        offset += math.prod(source.shape) * 4  # a group's biases follow one another
     kv = take(placement.kv_nbytes)
     plan = blueprint.scratch
     scratch = {name: take(getattr(plan, name)) for name in SHARED_BUFFERS}

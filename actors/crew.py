@@ -26,6 +26,7 @@ from shadowlane.actors.recovery import (
 from shadowlane.actors.spec import EngineSettings
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.files import ModelFiles
+from shadowlane.planner.heat import Heat
 from shadowlane.planner.placement import DISK_LANE, LaneSpec, Placement
 from shadowlane.planner.program import Program, build_programs
 
@@ -234,13 +235,18 @@ class Crew:
             if kept
         }
 
-    def load_first(self, placement: Placement, statistics: np.ndarray, tell: Progress) -> None:
-        """Read what a placement keeps in RAM; `statistics` are the disk lane's."""
+    def load_first(
+        self, placement: Placement, statistics: np.ndarray, tell: Progress, heat: Heat | None
+    ) -> None:
+        """Read what a placement keeps in RAM; `statistics` are the disk lane's.
+
+        heat: how often earlier runs chose each expert of a mixture.
+        """
         homes = self.homes.take(index for index, kept in enumerate(placement.resident) if kept)
         total = sum(self._blueprint.sources[block].nbytes for block in homes)
-        jobs = [("load", (homes,))]
+        jobs: list[tuple[str, tuple[object, ...]]] = [("load", (homes,))]
         if self._blueprint.experts is not None:
-            jobs.append(("load_experts", ()))
+            jobs.append(("load_experts", (heat,)))
             total += placement.expert_slots * self._blueprint.experts.catalog.nbytes
         for method, arguments in jobs:
             loading = self.disk_lane.call(method, *arguments)

@@ -31,7 +31,7 @@ from shadowlane.actors.arena import (
     ArenaLayout,
 )
 from shadowlane.actors.blueprint import PAGE, BlockSource, Blueprint
-from shadowlane.actors.expert_reader import ExpertReader, all_extents
+from shadowlane.actors.expert_reader import ExpertReader, ExpertStatistics, all_extents
 from shadowlane.actors.expert_sources import Extent
 from shadowlane.actors.lowering import lane_number
 from shadowlane.actors.scratch import gather_stride
@@ -45,6 +45,7 @@ from shadowlane.ops.atomics import (
     publish,
     wait_counter,
 )
+from shadowlane.planner.heat import Heat
 from shadowlane.planner.program import Program, Read
 
 LOOK_UP_NS = 50_000_000
@@ -59,7 +60,8 @@ LOOK_UP_NS = 50_000_000
     NUM_SPANS,
     BUFFERED,
     EXPERT_NBYTES,
-) = range(8)
+    EXPERT_STATISTICS,  # NUM_EXPERT_STATISTICS fields
+) = range(9)
 
 Span = Callable[[str], AbstractContextManager[object]]
 
@@ -150,7 +152,13 @@ class DiskLane:
         self._experts: ExpertReader | None = None
         if blueprint.experts is not None:
             self._experts = ExpertReader(
-                blueprint, layout, self._arena, self._read_missing, self._is_over
+                blueprint,
+                layout,
+                self._arena,
+                self._read_missing,
+                self._is_over,
+                ExpertStatistics(self._statistics[EXPERT_STATISTICS:]),
+                looks_ahead=prefetch,
             )
 
     # -- calls from the engine
@@ -170,10 +178,12 @@ class DiskLane:
         todo = sorted(homes.items(), key=lambda each: self._key(each[0]))
         self._load_all([partial(load_block, block, home) for block, home in todo])
 
-    def load_experts(self) -> None:
-        """Fill the slots of a mixture's experts. Raises like `load`."""
+    def load_experts(self, heat: Heat | None) -> None:
+        """Fill the slots of a mixture's experts, by what earlier runs chose. Raises like `load`."""
         experts = self._experts
         assert experts is not None, "a dense model has no experts to load"
+        if heat is not None:
+            experts.remember(heat)
         first_span = len(self._blueprint.sources)
 
         def load_expert(
@@ -185,6 +195,11 @@ class DiskLane:
                 self._statistics[LOAD_NBYTES] += nbytes
 
         self._load_all([partial(load_expert, *each) for each in all_extents(experts.first_reads())])
+
+    def expert_heat(self) -> Heat:
+        """What this run has chosen of a mixture's experts."""
+        assert self._experts is not None, "a dense model has no experts"
+        return self._experts.heat()
 
     def _load_all(self, jobs: list[Callable[[threading.Lock], None]]) -> None:
         """Run jobs in their order, `depth` at a time; each gets a lock for what they share."""

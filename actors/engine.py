@@ -30,6 +30,7 @@ from shadowlane.actors.hosts import Host, LaneDied, LaneFailed
 from shadowlane.actors.lowering import lane_number
 from shadowlane.actors.records import RecordWriter, StepPlan
 from shadowlane.actors.recovery import kill_quietly
+from shadowlane.actors.routing import RoutingTap, routed_model
 from shadowlane.actors.sequence import LaneUse, Sequence, TextSink
 from shadowlane.actors.shadow_link import ShadowLink
 from shadowlane.actors.spec import EngineSettings, Options
@@ -41,6 +42,7 @@ from shadowlane.ops.sampling import SamplingParams
 from shadowlane.ops.warm import is_warm
 from shadowlane.planner import events as ev
 from shadowlane.planner.cost import CostModel
+from shadowlane.planner.heat import Heat
 from shadowlane.planner.placement import Placement, Request
 from shadowlane.planner.profile import Profile
 from shadowlane.planner.search import place
@@ -49,6 +51,7 @@ Progress = Callable[[str, float | None], None]
 CHECK_NS = 100_000_000  # how often a wait for a step looks after the lanes
 IDLE_S = 0.2  # how often an idle engine looks after its lanes
 RESTARTS = 3  # how often lanes are started again before the engine gives up
+HEAT_S = 2.0  # a disk lane that does not say by then what was chosen is not waited for
 CLOSED = "the engine was closed"
 
 
@@ -93,6 +96,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._stopping = False
         self._unreported: Callable[[], ev.StepRetired] | None = None  # of the newest step
+        self._routing: RoutingTap | None = None
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
         self._multiplied = [0] * len(self.lanes)  # weight bytes, by each compute lane so far
         self._rope_cache: tuple[np.ndarray, float] | None = None
@@ -111,8 +115,15 @@ class Engine:
         self.crew.launch()
         self.shadow.launch()
 
-    def start(self, profile: Profile | None, progress: Progress | None = None) -> None:
+    def start(
+        self,
+        profile: Profile | None,
+        progress: Progress | None = None,
+        heat: Heat | None = None,
+    ) -> None:
         """Plan, make the arena, load what is resident, and set the lanes going.
+
+        heat: how often earlier runs chose each expert of a mixture.
 
         Raises InfeasiblePlan, MemoryError, ModelError, OSError, LaneDied; then nothing is left
         running but the host's own processes.
@@ -129,6 +140,7 @@ class Engine:
         sparse_layers = experts.num_layers if experts else 0
         self.gauges = Gauges(arena, self.layout, self.lanes, sparse_layers)
         self._records = RecordWriter(arena, self.layout, self.blueprint.options.max_batch)
+        self._open_routing(arena)
         self._logits = arena.view(
             self.layout.scratch["logits"],
             np.float32,
@@ -140,7 +152,7 @@ class Engine:
         opened = self.crew.open(arena, self.layout)
         self._write_constants(arena)
         self.set_spin_us(None, self.settings.spin_us)
-        self.crew.load_first(first, self.gauges.disk_statistics(), tell)
+        self.crew.load_first(first, self.gauges.disk_statistics(), tell, heat)
         if not is_warm(layouts):
             tell("compiling kernels, once", None)
         for each in opened:
@@ -155,6 +167,17 @@ class Engine:
             )
         self.notes.extend(first.notes)
         self.load_s = time.monotonic() - began
+
+    def _open_routing(self, arena: Arena) -> None:
+        """Recording and replay of routes, where they were asked for."""
+        settings = self.settings
+        if settings.trace_routing or settings.replay_routing:
+            routed_model(self.blueprint)  # says why not, where there are no experts
+            self._routing = RoutingTap(arena, self.layout, self.blueprint, settings)
+        if settings.replay_routing is not None:
+            self.notes.append(
+                "routers choose what a trace says: for measurements, what is written means nothing"
+            )
 
     def _first_placement(self, profile: Profile | None) -> Placement:
         shares = self.settings.shares
@@ -210,6 +233,8 @@ class Engine:
         self.batch.fail_all(CLOSED)
         self.crew.close()
         kill_quietly([self.shadow.planner])
+        if self._routing is not None:
+            self._routing.close()
         if self.arena is not None:
             self.arena.close()
 
@@ -292,11 +317,15 @@ class Engine:
         began = time.monotonic()
         before = self.gauges.busy_ns()
         placement = self.placement
+        if self._routing is not None:
+            self._routing.before(step.plan)
         self._fill_record(step.plan, placement)
         self._report_step()
         self.shadow.talk(self.gauges)
         self._wait_for_lanes()
         self.crew.finish_step()
+        if self._routing is not None:
+            self._routing.after(step.plan)
         self.steps_retired += 1
         seconds = time.monotonic() - began
         for number, nbytes in enumerate(self._step_nbytes(placement)):
@@ -454,7 +483,19 @@ class Engine:
             "of": experts.total,
             "hit_rate": resident / chosen if chosen else None,
             "read_nbytes_per_token": (chosen - resident) * experts.held_nbytes // tokens,
+            **self.gauges.expert_report(),
         }
+
+    def expert_heat(self) -> Heat | None:
+        """What this run has chosen; None where it has not been watched."""
+        experts = self.blueprint.catalog.experts
+        if experts is None or self.arena is None or self.placement.expert_slots == experts.total:
+            return None
+        try:
+            heat: Heat = self.crew.disk_lane.call("expert_heat").result(HEAT_S)
+        except (LaneDied, TimeoutError):
+            return None
+        return heat
 
     def _step_nbytes(self, placement: Placement) -> list[int]:
         """Weight bytes that each compute lane multiplies in one step, by its share of units."""

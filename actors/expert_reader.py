@@ -20,39 +20,81 @@ from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.expert_sources import ExpertSource, Extent
 from shadowlane.actors.scratch import route_layout
 from shadowlane.ops import table as t
-from shadowlane.ops.atomics import WAIT_OK, counter_value, publish, wait_counter
+from shadowlane.ops.atomics import counter_value, publish, wait_counter
 from shadowlane.ops.routes import SLOT_MASK, compare_swap
-from shadowlane.planner.experts import ExpertCache
+from shadowlane.planner.chooser import Chooser
+from shadowlane.planner.experts import POLICIES, ExpertCache
+from shadowlane.planner.heat import Heat
+from shadowlane.planner.look_ahead import LookAhead, LookAheadSettings
 
 LOOK_UP_NS = 50_000_000
 STARVED_S = 200e-6  # all slots are in use: look again after this
 
+# fields of ExpertStatistics
+(
+    POLICY,  # index in POLICIES
+    POLICY_SWITCHES,
+    EARLY_READS,  # experts read before they were known to be needed
+    USED_EARLY,  # of these, chosen then
+    GUESSED,  # chosen experts that a guess had named, of GUESSED_OF
+    GUESSED_OF,
+    WITHDRAWN,
+    IS_LOOKING,
+    NUM_EXPERT_STATISTICS,
+) = range(9)
+
 Read = Callable[[Extent, int, int, int], object]  # (what, arena offset, step, number for the span)
 
 
-@dataclass(slots=True)
-class _Fetch:
-    """An expert on its way."""
+class ExpertStatistics:
+    """What the reader tells about itself: int64 [NUM_EXPERT_STATISTICS]."""
 
-    key: int
-    slot: int
-    route: Route
-    left: int  # extents
+    def __init__(self, fields: np.ndarray) -> None:
+        self.fields = fields
+
+    def tell(self, look: LookAhead, chooser: Chooser) -> None:
+        self.fields[POLICY] = POLICIES.index(chooser.policy)
+        self.fields[POLICY_SWITCHES] = chooser.num_switches
+        self.fields[EARLY_READS], self.fields[USED_EARLY] = look.early_reads, look.used_reads
+        self.fields[GUESSED], self.fields[GUESSED_OF] = look.named, look.chosen
+        self.fields[WITHDRAWN], self.fields[IS_LOOKING] = look.withdrawn, int(look.is_on)
 
 
 @dataclass(slots=True)
 class Route:
-    """What the disk lane needs to know of one route with missing experts."""
+    """What has to be known of a route with missing experts while they are read."""
 
     number: int
     layer: int  # among the sparse ones
-    step: int
     base: int  # READY_COUNTER before its first expert
     ready: int  # experts in its order so far
 
 
+@dataclass(slots=True)
+class _Fetch:
+    """An expert on its way. `route` None: a guess."""
+
+    key: int
+    slot: int
+    step: int
+    mark: int  # number of the route up to which it must not be evicted
+    route: Route | None
+    left: int  # extents
+    is_submitted: bool = False
+    is_withdrawn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """What the route `number` was expected to choose."""
+
+    number: int
+    experts: frozenset[int]
+    fetches: tuple[_Fetch, ...]  # of those that were missing
+
+
 class ExpertReader:
-    """See the module. `load`, then `follow` and any number of `work` in threads of their own."""
+    """See the module. Fill the slots, then `follow` and any number of `work`, each in a thread."""
 
     def __init__(
         self,
@@ -61,6 +103,8 @@ class ExpertReader:
         arena: Arena,
         read: Read,
         is_over: Callable[[], bool],
+        statistics: ExpertStatistics,
+        looks_ahead: bool,
     ) -> None:
         assert blueprint.experts is not None, "only mixtures have experts"
         self._sources = blueprint.experts.sources
@@ -69,11 +113,13 @@ class ExpertReader:
         self._num_slots = layout.num_expert_slots
         self._span_base = len(blueprint.sources)  # spans name experts behind the blocks
         self._layout, self._arena = layout, arena
-        self._read, self._is_over = read, is_over
-        num_layers = blueprint.experts.catalog.num_layers
+        self._read, self._is_over, self._statistics = read, is_over, statistics
+        self._model = blueprint.fingerprint
+        self._top_k = blueprint.experts.catalog.top_k
+        num_layers = self._num_layers = blueprint.experts.catalog.num_layers
         self._words = arena.view(layout.scratch["expert_words"], np.int64, len(self._sources))
         self._words_at = arena.base + layout.scratch["expert_words"]
-        self._numbers = arena.view(layout.route_numbers, np.int64, 1 + t.ROUTE_RING)
+        self._numbers = arena.view(layout.route_numbers, np.int64, t.ROUTE_WORDS)
         offsets = route_layout(blueprint.config, layout.step_rows)
 
         def fields(layer: int, name: str, count: int) -> np.ndarray:
@@ -92,9 +138,18 @@ class ExpertReader:
         self._starts = [fields(layer, "starts", self._per_layer + 1) for layer in layers]
         self._orders = [fields(layer, "order", self._per_layer) for layer in layers]
         self._missing = [fields(layer, "missing", self._per_layer) for layer in layers]
-        self._cache = ExpertCache(num_layers, self._per_layer, self._num_slots)
+        self._guesses = [fields(layer, "guesses", self._top_k) for layer in layers]
+        self._heat: Heat | None = None
+        self._make_cache()
         self._changed = threading.Condition()
-        self._jobs: deque[tuple[_Fetch, Extent]] = deque()
+        self._certain: deque[tuple[_Fetch, Extent]] = deque()
+        self._likely: deque[tuple[_Fetch, Extent]] = deque()  # read where nothing is certain
+        self._early: dict[int, _Fetch] = {}  # guessed and on their way, by key
+        self._guessed: dict[int, _Guess] = {}  # by layer, until its route comes
+        self._look_ahead = LookAhead(LookAheadSettings(), is_on=looks_ahead and not self.holds_all)
+        self._never_looks = not self._look_ahead.is_on
+        self._numbers[t.LOOKS_AHEAD] = int(self._look_ahead.is_on)
+        self._served = int(self._numbers[t.NEWEST_REQUEST])
         self._seen = int(self._numbers[0])  # the newest route that the cache knows of
         self._asked = counter_value(self._address(REQUEST_COUNTER))
         # What is in RAM is what the words say: they outlive this process.
@@ -111,6 +166,24 @@ class ExpertReader:
     @property
     def cache(self) -> ExpertCache:
         return self._cache
+
+    def _make_cache(self) -> None:
+        shape = (self._num_layers, self._per_layer)
+        self._cache = ExpertCache(*shape, self._num_slots, heat=self._heat)
+        self._chooser = Chooser(*shape, self._top_k, self._num_slots, heat=self._heat)
+
+    # -- from run to run
+
+    def remember(self, heat: Heat) -> None:
+        """What earlier runs chose. Before anything is in RAM."""
+        heat.check(self._model, self._num_layers, self._per_layer)
+        self._heat = heat
+        self._make_cache()
+
+    def heat(self) -> Heat:
+        """What this run has chosen."""
+        with self._changed:
+            return self._cache.heat(self._model)
 
     # -- the start
 
@@ -130,37 +203,36 @@ class ExpertReader:
     # -- threads
 
     def follow(self) -> None:
-        """Serve requests until the lane is over."""
+        """Serve requests and guesses until the lane is over."""
+        request, abort = self._address(REQUEST_COUNTER), self._arena.base + self._layout.abort
         while not self._is_over():
-            status = wait_counter(
-                self._address(REQUEST_COUNTER),
-                self._asked + 1,
-                self._arena.base + self._layout.abort,
-                0,
-                LOOK_UP_NS,
-            )
-            self._learn()
-            if status == WAIT_OK:
-                self._asked = counter_value(self._address(REQUEST_COUNTER))
-                self._serve()
+            wait_counter(request, self._asked + 1, abort, 0, LOOK_UP_NS)
+            self._asked = counter_value(request)
+            with self._changed:
+                self._learn()
+            newest = int(self._numbers[t.NEWEST_REQUEST])
+            if newest > self._served:
+                self._served = newest
+                self._serve(newest)
+            if self._look_ahead.is_on:
+                self._guess()
         with self._changed:
             self._changed.notify_all()
 
     def work(self) -> None:
-        """Read extents until the lane is over."""
+        """Read extents until the lane is over; what is certain goes first."""
         while True:
             with self._changed:
-                while not self._jobs and not self._is_over():
+                while not (self._certain or self._likely) and not self._is_over():
                     self._changed.wait(0.1)
                 if self._is_over():
                     return
-                fetch, extent = self._jobs.popleft()
-            self._read(
-                extent,
-                self._home(fetch.slot) + extent.home,
-                fetch.route.step,
-                self._span_base + fetch.key,
-            )
+                fetch, extent = (self._certain or self._likely).popleft()
+                if fetch.is_withdrawn:
+                    continue
+                fetch.is_submitted = True
+            home = self._home(fetch.slot) + extent.home
+            self._read(extent, home, fetch.step, self._span_base + fetch.key)
             with self._changed:
                 fetch.left -= 1
                 if fetch.left == 0:
@@ -171,51 +243,150 @@ class ExpertReader:
         newest = int(self._numbers[0])
         for number in range(max(self._seen, newest - t.ROUTE_RING) + 1, newest + 1):
             layer = int(self._numbers[1 + number % t.ROUTE_RING])
-            if int(self._headers[layer][t.ROUTE_SEQUENCE]) == number:
-                self._cache.touch(layer, np.flatnonzero(np.diff(self._starts[layer])))
+            header = self._headers[layer]
+            if int(header[t.ROUTE_SEQUENCE]) != number:
+                continue
+            chosen = np.flatnonzero(np.diff(self._starts[layer]))
+            is_decode = bool(header[t.IS_DECODE])
+            self._cache.touch(layer, chosen)
+            self._chooser.touch(layer, chosen, is_decode=is_decode)
+            if is_decode:
+                self._judge_guess(layer, number, set(chosen.tolist()))
         self._seen = newest
+        if self._chooser.policy != self._cache.policy:
+            self._cache.use(self._chooser.policy)
+        self._statistics.tell(self._look_ahead, self._chooser)
 
-    def _serve(self) -> None:
-        """Find slots for what the newest route misses, and queue the reads."""
-        number = int(self._numbers[0])
+    def _judge_guess(self, layer: int, number: int, chosen: set[int]) -> None:
+        """A route has come: what was its guess worth? What is wrong and not begun is withdrawn."""
+        guess = self._guessed.pop(layer, None)
+        look = self._look_ahead
+        if guess is None:
+            if not self._never_looks:
+                look.pass_route()
+                self._numbers[t.LOOKS_AHEAD] = int(look.is_on)
+            return
+        right = wrong = withdrawn = 0
+        for fetch in guess.fetches:
+            if fetch.key % self._per_layer in chosen and guess.number == number:
+                right += fetch.is_submitted
+            elif fetch.is_submitted:
+                wrong += 1
+            else:
+                fetch.is_withdrawn = True
+                withdrawn += 1
+                del self._early[fetch.key]
+                self._cache.remove(fetch.key)
+                self._free.append(fetch.slot)
+        if guess.number == number:
+            named = len(guess.experts & chosen)
+            look.note(
+                right=right, wrong=wrong, named=named, chosen=len(chosen), withdrawn=withdrawn
+            )
+            self._numbers[t.LOOKS_AHEAD] = int(look.is_on)
+
+    def _serve(self, number: int) -> None:
+        """Find slots for what a route misses, and queue the reads."""
         layer = int(self._numbers[1 + number % t.ROUTE_RING])
         header = self._headers[layer]
         num_resident, num_chosen = int(header[t.NUM_RESIDENT]), int(header[t.NUM_CHOSEN])
-        base, step = int(header[t.READY_BASE]), int(header[t.ROUTE_STEP])
-        route = Route(number, layer, step, base, num_resident)
+        step = int(header[t.ROUTE_STEP])
+        route = Route(number, layer, int(header[t.READY_BASE]), num_resident)
         for expert in self._missing[layer][: num_chosen - num_resident].tolist():
             key = layer * self._per_layer + expert
+            with self._changed:
+                if self._promote(key, route):
+                    continue
             slot = self._take_slot(layer, number)
             if slot is None:
                 return  # the lane is over
-            source = self._sources[key]
-            with self._changed:
-                self._cache.insert(key)
-                fetch = _Fetch(key, slot, route, len(source.extents))
-                self._jobs.extend((fetch, extent) for extent in source.extents)
-                self._changed.notify(len(source.extents))
+            self._queue(self._certain, _Fetch(key, slot, step, number, route, 0))
+
+    def _promote(self, key: int, route: Route) -> bool:
+        """A missing expert that was guessed: it has arrived meanwhile, or is on its way."""
+        fetch = self._early.pop(key, None)
+        if fetch is not None:
+            fetch.route, fetch.mark = route, route.number
+            waiting = [job for job in self._likely if job[0] is fetch]
+            for job in waiting:
+                self._likely.remove(job)
+                self._certain.append(job)
+            return True
+        word = int(self._words[key])
+        if not word & SLOT_MASK:
+            return False
+        self._words[key] = (route.number << t.SLOT_BITS) | (word & SLOT_MASK)
+        self._tell_ready(key, route)
+        return True
+
+    def _guess(self) -> None:
+        """Queue what the next layer is likely to choose and RAM has not, where there is room."""
+        layer = int(self._numbers[t.NEWEST_GUESS]) - 1
+        if layer < 0:
+            return
+        number = int(self._headers[layer][t.GUESS_FOR])
+        if layer in self._guessed or number != int(self._numbers[0]) + 1:
+            return  # it has been seen, or its route has come
+        experts = self._guesses[layer].tolist()
+        fetches: list[_Fetch] = []
+        for expert in experts:
+            key = layer * self._per_layer + expert
+            if self._words[key] & SLOT_MASK or key in self._cache:
+                continue
+            slot = self._find_slot(layer, number - 1)
+            if slot is None:
+                break
+            fetch = _Fetch(key, slot, int(self._headers[layer][t.ROUTE_STEP]), number - 1, None, 0)
+            fetches.append(fetch)
+            self._early[key] = fetch
+            self._queue(self._likely, fetch)
+        self._guessed[layer] = _Guess(number, frozenset(experts), tuple(fetches))
+
+    def _queue(self, jobs: deque[tuple[_Fetch, Extent]], fetch: _Fetch) -> None:
+        extents = self._sources[fetch.key].extents
+        with self._changed:
+            self._cache.insert(fetch.key)
+            fetch.left = len(extents)
+            jobs.extend((fetch, extent) for extent in extents)
+            self._changed.notify(len(extents))
 
     def _take_slot(self, layer: int, number: int) -> int | None:
-        """A free slot, or that of the least useful expert that nobody needs; None: it is over."""
+        """A slot for an expert of `layer`, as soon as there is one; None: the lane is over."""
         while not self._is_over():
-            if self._free:
-                return self._free.pop()
-            words = self._words.copy()
-            is_evictable = (words & SLOT_MASK != 0) & (words >> t.SLOT_BITS < number)
+            slot = self._find_slot(layer, number)
+            if slot is not None:
+                return slot
+            threading.Event().wait(STARVED_S)
+        return None
+
+    def _find_slot(self, layer: int, number: int) -> int | None:
+        """A free slot, or that of the least useful expert that nobody needs; None: there is none.
+
+        number: the newest route; what it uses stays.
+        """
+        while True:
             with self._changed:
+                if self._free:
+                    return self._free.pop()
+                words = self._words.copy()
+                is_evictable = (words & SLOT_MASK != 0) & (words >> t.SLOT_BITS < number)
                 key = self._cache.victim(layer, is_evictable)
-                if key is not None and compare_swap(self._words_at + 8 * key, int(words[key]), 0):
+                if key is None:
+                    return None
+                if compare_swap(self._words_at + 8 * key, int(words[key]), 0):
                     self._cache.remove(key)
                     return int(words[key] & SLOT_MASK) - 1
-            if key is None:
-                threading.Event().wait(STARVED_S)
-        return None
 
     def _arrived(self, fetch: _Fetch) -> None:
         """Make an expert known that is in its slot now. One thread at a time."""
-        route = fetch.route
-        self._words[fetch.key] = (route.number << t.SLOT_BITS) | (fetch.slot + 1)
-        self._orders[route.layer][route.ready] = fetch.key % self._per_layer
+        self._words[fetch.key] = (fetch.mark << t.SLOT_BITS) | (fetch.slot + 1)
+        if fetch.route is None:
+            del self._early[fetch.key]
+        else:
+            self._tell_ready(fetch.key, fetch.route)
+
+    def _tell_ready(self, key: int, route: Route) -> None:
+        self._orders[route.layer][route.ready] = key % self._per_layer
         route.ready += 1
         ready = np.int32(np.uint32((route.base + route.ready) & 0xFFFFFFFF))
         publish(self._address(READY_COUNTER), ready)

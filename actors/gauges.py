@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from shadowlane.actors import disk_lane as disk
+from shadowlane.actors import expert_reader as readers
 from shadowlane.actors.arena import (
     DISK_SPAN_FIELDS,
     DISK_SPAN_RING,
@@ -17,6 +19,7 @@ from shadowlane.actors.arena import (
 )
 from shadowlane.ops import table as t
 from shadowlane.planner.events import RunQueueDelayed
+from shadowlane.planner.experts import POLICIES
 from shadowlane.planner.placement import DISK_LANE, LaneSpec
 
 DELAY_PERIOD_S = 0.2  # how far apart looks at the run queue are
@@ -86,6 +89,22 @@ class Gauges:
         """(in RAM, all) of the experts that decode steps have chosen since the start."""
         resident = sum(int(route[t.ALL_RESIDENT]) for route in self._routes)
         return resident, sum(int(route[t.ALL_CHOSEN]) for route in self._routes)
+
+    def expert_report(self) -> dict[str, Any]:
+        """How experts are kept, and what guesses were worth, since the start."""
+        told = self._disk[disk.EXPERT_STATISTICS :]
+        early, guessed_of = int(told[readers.EARLY_READS]), int(told[readers.GUESSED_OF])
+        return {
+            "policy": POLICIES[int(told[readers.POLICY])].name,
+            "policy_switches": int(told[readers.POLICY_SWITCHES]),
+            "look_ahead": {
+                "is_on": bool(told[readers.IS_LOOKING]),
+                "recall": int(told[readers.GUESSED]) / guessed_of if guessed_of else None,
+                "early_reads": early,
+                "used": int(told[readers.USED_EARLY]) / early if early else None,
+                "withdrawn": int(told[readers.WITHDRAWN]),
+            },
+        }
 
     def worker_spans(self, lane: int, worker: int) -> np.ndarray:
         """The spans that a worker's ring still holds, oldest first: int64 [n, SPAN_FIELDS]."""

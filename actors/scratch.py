@@ -173,7 +173,7 @@ def plan_scratch(
         worker_expand=256 + max(4 * widest, (3 + 2 * grouped) * config.head_dim) * 4,
         worker_scores=grouped * (context + 1) * 4,
         worker_tile=max([*expanded, *_expert_panels(config, element)], default=0),
-        worker_normalised=chunk * config.hidden_size * element,
+        worker_normalised=max(chunk * element, 4) * config.hidden_size,
         worker_products=2 * chunk * max([PANEL_ROWS, *in_place]) * element,
         worker_queries=grouped * min(QUERY_ROWS, chunk) * config.head_dim * element,
         worker_cached=2 * (context + 1) * config.head_dim * element,
@@ -208,7 +208,12 @@ def _expert_buffers(config: DecoderConfig, rows: int, chunk: int, element: int) 
         "expert_activated": MAX_DECODE_ROWS * top_k * inner * 4,
         "expert_output": MAX_DECODE_ROWS * top_k * config.hidden_size * 4,
         "expert_output_chunk": chunk * top_k * config.hidden_size * element,
-        "worker_gathered": chunk * config.hidden_size * element if moe else 0,
+        # a decode row that looks ahead has its inputs, and its logits, in buffers of a chunk
+        "worker_gathered": max(
+            chunk * config.hidden_size * element, (router_stride(config) + top_k) * 4
+        )
+        if moe
+        else 0,
         "worker_activated": chunk * inner * element,
     }
 

@@ -35,6 +35,7 @@ from shadowlane.ops.tokenizer import Tokenizer, load_tokenizer, read_eos_token_i
 from shadowlane.paths import cache_dir, last_timeline_path
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report
+from shadowlane.planner.heat import Heat, heat_from_json, merged
 from shadowlane.planner.profile import Profile
 
 BESIDE_S = 1.5  # of measuring the disk beside compute lanes, which take a moment to begin
@@ -75,7 +76,7 @@ class Service:
         self._tokenizer_error: Exception | None = None
         loading.start()
         self._profile = self._find_profile(engine)
-        engine.start(self._profile, self._tell)
+        engine.start(self._profile, self._tell, read_heat(engine.blueprint))
         loading.join()
         if self._tokenizer_error is not None:
             raise self._tokenizer_error
@@ -115,12 +116,23 @@ class Service:
         if self._engine is None:
             return
         engine, self._engine = self._engine, None
+        self._keep_heat(engine)
         if self._thread is not None and engine.steps_retired:
             with suppress(OSError):  # a full disk must not keep an engine from closing
                 write_json(last_timeline_path(), self._timeline(engine))
         engine.close()
         if self._thread is not None:
             self._thread.join(timeout=5)
+
+    def _keep_heat(self, engine: Engine) -> None:
+        """Remember which experts of a mixture were chosen, for the next run."""
+        heat = engine.expert_heat()
+        if heat is None or not heat.visits:
+            return
+        before = read_heat(engine.blueprint)
+        with suppress(OSError):
+            kept = heat if before is None else merged(before, heat)
+            write_text(heat_path(engine.blueprint), kept.to_json())
 
     # -- profile
 
@@ -457,6 +469,24 @@ def profile_path(hardware: str, blueprint: Blueprint) -> Path:
     model = f"{blueprint.fingerprint[:16]}-{blueprint.dtype}-{blueprint.kv_layout}"
     name = f"{hardware}-{model}-{source_key()[:12]}.json"
     return cache_dir() / "profiles" / name
+
+
+def heat_path(blueprint: Blueprint) -> Path:
+    """Where it is kept how often each expert of a mixture was chosen."""
+    return cache_dir() / "heat" / f"{blueprint.fingerprint[:16]}.json"
+
+
+def read_heat(blueprint: Blueprint) -> Heat | None:
+    """What earlier runs chose; None where nothing is known, or the model has no experts."""
+    experts = blueprint.catalog.experts
+    if experts is None:
+        return None
+    try:
+        heat = heat_from_json(heat_path(blueprint).read_text())
+        heat.check(blueprint.fingerprint, experts.num_layers, experts.per_layer)
+    except (OSError, ValueError):
+        return None
+    return heat
 
 
 def read_profile(path: Path) -> Profile | None:

@@ -55,6 +55,8 @@ class EngineSettings:
     num_slots: int | None = None
     replan: bool = True  # False: the first plan stays, whatever is measured
     shares: tuple[float, ...] | None = None  # rows of each compute lane, any scale; None: planned
+    trace_routing: Path | None = None  # of a mixture: write what its routers choose to this file
+    replay_routing: Path | None = None  # ... and let them choose what this file says
     spin_us: int = (
         SPIN_US  # what a wait may spin before it sleeps, until the planner says otherwise
     )

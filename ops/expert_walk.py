@@ -23,6 +23,7 @@ from shadowlane.ops.atomics import (
     now_ns,
     publish,
     reached,
+    read_f32,
     read_i32,
     read_i64,
     relax,
@@ -32,9 +33,9 @@ from shadowlane.ops.atomics import (
 )
 from shadowlane.ops.blocks import multiply_rows
 from shadowlane.ops.compiled import njit
-from shadowlane.ops.kernels import LAYOUT_F32, weighted_sum
+from shadowlane.ops.kernels import LAYOUT_F32, rms_norm, weighted_sum
 from shadowlane.ops.packed import quantise_row
-from shadowlane.ops.routes import SLOT_MASK, route_at, word_at
+from shadowlane.ops.routes import SLOT_MASK, call_disk_lane, choose, route_at, word_at
 from shadowlane.ops.rows import finish_row
 
 GATE, UP, DOWN = 0, 1, 2
@@ -50,8 +51,8 @@ def most_chosen(geometry: Any, num_rows: int) -> int:
 
 @njit
 def count_expert_items(geometry: Any, row: Any, num_rows: int) -> int:
-    """Items of an EXPERTS instruction in a decode step."""
-    return most_chosen(geometry, num_rows) * 2 * row[t.EXPERT_CHUNKS]
+    """Items of an EXPERTS instruction in a decode step; the first looks ahead."""
+    return 1 + most_chosen(geometry, num_rows) * 2 * row[t.EXPERT_CHUNKS]
 
 
 @njit
@@ -172,14 +173,65 @@ def whole_item(
 
 
 @njit
+def look_ahead(
+    base: int, geometry: Any, row: Any, router: Any, items: Any, blocks: Any, scratch: int
+) -> None:
+    """Guess what the next layer will choose for the only row, from what this one starts with.
+
+    router: the instruction of the next layer's router, all of whose weights are in RAM.
+    """
+    hidden, experts, top_k = geometry[t.HIDDEN], geometry[t.NUM_EXPERTS], geometry[t.TOP_K]
+    x = scratch + geometry[t.SCRATCH_NORMALISED]  # these two are of chunks
+    logits = scratch + geometry[t.SCRATCH_GATHERED]
+    quantised = scratch + geometry[t.SCRATCH_SPARE]
+    eps = read_f32(base + geometry[t.NORM_EPS])
+    weight = base + router[t.NORM_WEIGHT]
+    rms_norm(base + row[t.INPUT], weight, LAYOUT_F32, x, hidden, eps, scratch)
+    if router[t.QUANTISES] != 0:
+        quantise_row(x, hidden, quantised)
+    for number in range(router[t.ITEM_COUNT]):
+        item = items[router[t.ITEM_START] + number]
+        block = blocks[item[t.BLOCK]]
+        address = base + block[t.OFFSET] + item[t.ROW_IN_BLOCK] * block[t.ROW_NBYTES]
+        out = logits + 4 * item[t.FIRST_ROW]
+        multiply_rows(block, address, item[t.NUM_ROWS], hidden, x, quantised, out, scratch)
+    if router[t.BIAS] >= 0:
+        finish_row(LAYOUT_F32, logits, base + router[t.BIAS], 0, logits, experts)
+    layer = router[t.SPARSE_LAYER]
+    route = route_at(base, geometry, layer)
+    weights = logits + 4 * geometry[t.ROUTER_STRIDE]
+    choose(logits, experts, top_k, 1, route + geometry[t.ROUTE_GUESSES], weights)
+    number = read_i64(route_at(base, geometry, row[t.SPARSE_LAYER]) + 8 * t.ROUTE_SEQUENCE)
+    write_i64(route + 8 * t.GUESS_FOR, number + 1)
+    write_i64(base + geometry[t.ROUTE_NUMBER] + 8 * t.NEWEST_GUESS, layer + 1)
+    call_disk_lane(base, geometry)
+
+
+@njit
 def expert_item(
-    base: int, geometry: Any, row: Any, blocks: Any, item: int, x: int, scratch: int
+    base: int,
+    geometry: Any,
+    instructions: Any,
+    row: Any,
+    items: Any,
+    blocks: Any,
+    item: int,
+    num_rows: int,
+    x: int,
+    scratch: int,
 ) -> int:
     """One item of a decode step. Returns the ns waited for the disk lane, -1 if aborted.
 
     x: address of the normalised inputs, float32 [rows, HIDDEN], which are quantised in scratch
     where the experts are packed.
     """
+    if item == 0:
+        wanted = read_i64(base + geometry[t.ROUTE_NUMBER] + 8 * t.LOOKS_AHEAD)
+        if wanted != 0 and num_rows == 1 and row[t.NEXT_ROUTER] >= 0:
+            router = instructions[row[t.NEXT_ROUTER]]
+            look_ahead(base, geometry, row, router, items, blocks, scratch)
+        return 0
+    item -= 1
     layer = row[t.SPARSE_LAYER]
     route = route_at(base, geometry, layer)
     chunks = row[t.EXPERT_CHUNKS]

@@ -129,19 +129,19 @@ def route(base: int, geometry: Any, row: Any, step: int, num_rows: int, is_decod
     layer = row[t.SPARSE_LAYER]
     here = route_at(base, geometry, layer)
     stride = 4 * geometry[t.ROUTER_STRIDE]
+    is_forced = read_i64(base + geometry[t.ROUTE_NUMBER] + 8 * t.ROUTE_FORCED) != 0
     for index in range(num_rows):
         logits = base + row[t.OUTPUT] + index * stride
         for extra in range(experts, geometry[t.ROUTER_STRIDE]):
             gate = logits + 4 * extra
             write_f32(gate, np.float32(ONE / (ONE + math.exp(-read_f32(gate)))))
-        choose(
-            logits,
-            experts,
-            top_k,
-            geometry[t.NORMALISES_TOP_K],
-            here + geometry[t.ROUTE_IDS] + 4 * index * top_k,
-            here + geometry[t.ROUTE_WEIGHTS] + 4 * index * top_k,
-        )
+        weights = here + geometry[t.ROUTE_WEIGHTS] + 4 * index * top_k
+        if is_forced:
+            for rank in range(top_k):
+                write_f32(weights + 4 * rank, np.float32(1.0 / top_k))
+            continue
+        ids = here + geometry[t.ROUTE_IDS] + 4 * index * top_k
+        choose(logits, experts, top_k, geometry[t.NORMALISES_TOP_K], ids, weights)
     sort_pairs(geometry, here, num_rows)
     numbers = base + geometry[t.ROUTE_NUMBER]
     number = read_i64(numbers) + 1
@@ -173,10 +173,18 @@ def route(base: int, geometry: Any, row: Any, step: int, num_rows: int, is_decod
     write_i64(here + 8 * t.READY_BASE, np.int64(before))
     write_i64(here + 8 * t.NUM_FINISHED, 0)
     write_i64(here + 8 * t.ROUTE_STEP, step)
+    write_i64(here + 8 * t.IS_DECODE, is_decode)
     if is_decode != 0:
         for field, more in ((t.ALL_RESIDENT, num_resident), (t.ALL_CHOSEN, chosen)):
             write_i64(here + 8 * field, read_i64(here + 8 * field) + more)
     publish(ready, np.int32(before + num_resident))
     if num_missing > 0:
-        request = counters + geometry[t.REQUEST_COUNTER] * t.COUNTER_NBYTES
-        publish(request, np.int32(number))
+        write_i64(numbers + 8 * t.NEWEST_REQUEST, number)
+        call_disk_lane(base, geometry)
+
+
+@njit
+def call_disk_lane(base: int, geometry: Any) -> None:
+    """Wake the disk lane's reader of experts: there is a request, or a guess."""
+    counter = base + geometry[t.COUNTERS] + geometry[t.REQUEST_COUNTER] * t.COUNTER_NBYTES
+    publish(counter, load32(counter) + np.int32(1))

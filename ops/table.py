@@ -71,8 +71,9 @@ EXPERT_BLOCKS: Final = 25  # EXPERTS: three rows of `blocks`: gate, up and down 
 EXPERT_CHUNKS: Final = 26  # EXPERTS: decode items of each half (gate and up, down) of an expert
 SHARED_GATE: Final = 27  # LINEAR of a shared expert: where its rows' factors begin; -1: none
 EXPERT_BIASES: Final = 28  # EXPERTS: three offsets, of gate, up, down: a row per expert, -1
-SINKS: Final = 31  # ATTENTION: a logit per query head that takes part in each softmax, -1: none
-PEER_WAIT: Final = 32  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
+NEXT_ROUTER: Final = 31  # EXPERTS: instruction of the next layer's router, -1: unknown here
+SINKS: Final = 32  # ATTENTION: a logit per query head that takes part in each softmax, -1: none
+PEER_WAIT: Final = 33  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
 INSTRUCTION_COLUMNS: Final = PEER_WAIT + MAX_LANES
 
 # items[j, ...]
@@ -168,13 +169,14 @@ BLOCK_COLUMNS: Final = 10
     ROUTE_MISSING,
     ROUTE_HALVES,
     ROUTE_WHOLES,
+    ROUTE_GUESSES,
     ROUTE_NUMBER,  # offset of the int64 that counts routes, then of ROUTE_RING layers by number
     EXPERT_WORDS,  # int64 per expert; see `routes.py`
     EXPERT_PLACES,  # int32 [experts, 3]: where gate, up and down begin in the slot of an expert
     EXPERT_SLOTS,
     EXPERT_NBYTES,  # of one slot
     READY_COUNTER,
-    REQUEST_COUNTER,
+    REQUEST_COUNTER,  # requests for missing experts, and guesses
     SUMMED_COUNTER,
     EXPERT_ACTIVATED,  # float32 [decode rows * TOP_K, EXPERT_INNER]
     EXPERT_OUTPUT,  # float32 [decode rows * TOP_K, HIDDEN]
@@ -185,7 +187,7 @@ BLOCK_COLUMNS: Final = 10
     SWIGLU,  # offset of two float32, limit and alpha of a clamped SwiGLU; -1: silu
     WHOLE_HEAD_NORM,  # 1: q and k are normalised over all their heads together
     GEOMETRY_FIELDS,
-) = range(86)
+) = range(87)
 
 # a step record begins with these int64
 STEP: Final = 0
@@ -208,8 +210,16 @@ NUM_FINISHED: Final = 4  # computed for all rows
 ROUTE_STEP: Final = 5
 ALL_RESIDENT: Final = 6  # over all decode steps since the start: NUM_RESIDENT, and NUM_CHOSEN
 ALL_CHOSEN: Final = 7
-ROUTE_HEADER_FIELDS: Final = 8
+IS_DECODE: Final = 8  # 1: of a decode step
+GUESS_FOR: Final = 9  # the route, yet to come, of this layer that `guesses` are about
+ROUTE_HEADER_FIELDS: Final = 16
 ROUTE_RING: Final = 1024  # newest routes whose layers are known
+# behind ROUTE_NUMBER and its ring, int64: 1 if the engine has chosen for the rows of the next step
+ROUTE_FORCED: Final = 1 + ROUTE_RING
+LOOKS_AHEAD: Final = 2 + ROUTE_RING  # 1 if the next layer's experts are to be guessed
+NEWEST_REQUEST: Final = 3 + ROUTE_RING  # the newest route that misses experts
+NEWEST_GUESS: Final = 4 + ROUTE_RING  # number of the sparse layer + 1 of the newest guess
+ROUTE_WORDS: Final = 5 + ROUTE_RING
 SLOT_BITS: Final = 24  # of an expert's word: slot + 1, or 0; above them the route that used it last
 
 NUM_BEDS: Final = 64  # of a counter's sleepers, see `atomics.py`
@@ -273,7 +283,8 @@ class RouteLayout:
 
         ids, weights: [rows, top_k] by rank; pairs: sorted by expert, those of expert e from
         starts[e] to starts[e + 1]; order: experts as they became ready; missing: those to be read;
-        halves, wholes: items done of the expert at each place in `order`.
+        halves, wholes: items done of the expert at each place in `order`; guesses: what the next
+        route of this layer may choose.
         """
         pairs = self.rows * self.top_k
         sizes = {
@@ -285,6 +296,7 @@ class RouteLayout:
             "missing": self.num_experts,
             "halves": self.num_experts,
             "wholes": self.num_experts,
+            "guesses": self.top_k,
         }
         offset = ROUTE_HEADER_FIELDS * 8
         result = {}

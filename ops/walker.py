@@ -370,7 +370,9 @@ def walk(
             elif kind == t.EXPERTS:
                 if x == 0:
                     x = prepare_input(base, geometry, row, record, inputs, scratch)
-                late = expert_item(base, geometry, row, blocks, taken, x, scratch)
+                late = expert_item(
+                    base, geometry, instructions, row, items, blocks, taken, num_rows, x, scratch
+                )
                 if late < 0:
                     return 1
                 waited += late

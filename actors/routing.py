@@ -1,0 +1,120 @@
+"""What a mixture's routers chose, step by step: written to a file, or taken from one.
+
+Between two steps the engine owns the routes in the arena. To record, it reads what the step just
+retired has left there. To drive a model by a recorded trace, it writes the choices of the next step
+beforehand, and the walk takes them in place of the router's own: for measurements of speed on
+random weights, whose routers choose like nobody's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shadowlane.actors.arena import Arena, ArenaLayout
+from shadowlane.actors.blueprint import Blueprint
+from shadowlane.actors.records import StepPlan
+from shadowlane.actors.scratch import route_layout
+from shadowlane.actors.spec import EngineSettings
+from shadowlane.ops import table as t
+from shadowlane.planner.routing import RoutedModel
+from shadowlane.planner.routing_files import TraceWriter, read_trace
+
+
+def routed_model(blueprint: Blueprint) -> RoutedModel:
+    """What a trace file says of a model. Raises ValueError for a dense one."""
+    moe, experts = blueprint.config.moe, blueprint.experts
+    if moe is None or experts is None:
+        raise ValueError("routing is of mixtures of experts; this model has none")
+    catalog = blueprint.catalog
+    layer_nbytes: dict[int | None, int] = {}
+    for group in catalog.groups:
+        if group.kind != "embed":
+            nbytes = sum(catalog.blocks[index].nbytes for index in group.blocks)
+            layer_nbytes[group.layer] = layer_nbytes.get(group.layer, 0) + nbytes
+    sparse = moe.sparse_layers
+    return RoutedModel(
+        name=blueprint.fingerprint,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        expert_nbytes=tuple(
+            experts.sources[number * moe.num_experts].nbytes for number in range(len(sparse))
+        ),
+        dense_nbytes=tuple(layer_nbytes.pop(layer, 0) for layer in sparse),
+        outside_nbytes=sum(layer_nbytes.values()),
+    )
+
+
+class Routes:
+    """The routes of all sparse layers in the arena. For the engine, between two steps."""
+
+    def __init__(self, arena: Arena, layout: ArenaLayout, blueprint: Blueprint) -> None:
+        moe = blueprint.config.moe
+        assert moe is not None, "a dense model has no routes"
+        offsets = route_layout(blueprint.config, layout.step_rows)
+        self._ids = [
+            arena.view(
+                layout.scratch["routes"] + number * layout.route_nbytes + offsets["ids"],
+                np.int32,
+                layout.step_rows,
+                moe.top_k,
+            )
+            for number in range(len(moe.sparse_layers))
+        ]
+        self._is_forced = arena.view(layout.route_numbers, np.int64, t.ROUTE_WORDS)
+
+    def read(self, num_rows: int) -> np.ndarray:
+        """Experts by rank that the newest step chose: int32 [rows, layers, top_k]."""
+        return np.stack([ids[:num_rows] for ids in self._ids], axis=1)
+
+    def force(self, choices: np.ndarray) -> None:
+        """What the next step is to choose: [rows, layers, top_k]."""
+        for layer, ids in enumerate(self._ids):
+            ids[: len(choices)] = choices[:, layer]
+        self._is_forced[t.ROUTE_FORCED] = 1
+
+
+class RoutingTap:
+    """Records the routes of every step, or makes steps choose what a trace says, or both.
+
+    A trace begins again at its end. Raises OSError, and ValueError for a trace of another shape.
+    """
+
+    def __init__(
+        self, arena: Arena, layout: ArenaLayout, blueprint: Blueprint, settings: EngineSettings
+    ) -> None:
+        self._routes = Routes(arena, layout, blueprint)
+        model = routed_model(blueprint)
+        self._choices: np.ndarray | None = None  # [tokens, layers, top_k] to be taken
+        self._next = 0
+        if settings.replay_routing is not None:
+            trace = read_trace(settings.replay_routing)
+            trace.check(trace.model.name, model.num_layers, model.num_experts, model.top_k)
+            self._choices = trace.choices
+        self._writer: TraceWriter | None = None
+        if settings.trace_routing is not None:
+            self._writer = TraceWriter(settings.trace_routing, model)
+        self._turn = -1
+        self._was_prefill = False
+
+    def before(self, plan: StepPlan) -> None:
+        """Call it before a step begins."""
+        if self._choices is not None:
+            count = len(plan.rows)
+            places = np.arange(self._next, self._next + count) % len(self._choices)
+            self._routes.force(self._choices[places])
+            self._next += count
+
+    def after(self, plan: StepPlan) -> None:
+        """Call it when a step has retired. A prompt begins a turn."""
+        if self._writer is None:
+            return
+        is_prefill = not plan.is_decode or plan.same_sequence
+        if is_prefill and not self._was_prefill:
+            self._turn += 1
+        self._was_prefill = is_prefill
+        choices = self._routes.read(len(plan.rows))
+        self._writer.step(choices, turn=max(0, self._turn), is_prefill=is_prefill)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
