@@ -30,7 +30,7 @@ from shadowlane.actors.hosts import Host, LaneDied, LaneFailed
 from shadowlane.actors.lowering import lane_number
 from shadowlane.actors.records import RecordWriter, StepPlan
 from shadowlane.actors.recovery import kill_quietly
-from shadowlane.actors.routing import RoutingTap, routed_model
+from shadowlane.actors.routing import RoutingTap, check_routing
 from shadowlane.actors.sequence import LaneUse, Sequence, TextSink
 from shadowlane.actors.shadow_link import ShadowLink
 from shadowlane.actors.spec import EngineSettings, Options
@@ -74,6 +74,7 @@ class Engine:
         workers = sum(len(cores) for cores in settings.cores)
         whole, self.files = read_blueprint(root, options, workers)
         self.blueprint = blueprint or whole
+        check_routing(self.blueprint, settings)
         self.settings = settings
         self.crew = Crew(host, settings, self.blueprint, self.files)
         self.lanes = self.crew.lanes
@@ -172,7 +173,6 @@ class Engine:
         """Recording and replay of routes, where they were asked for."""
         settings = self.settings
         if settings.trace_routing or settings.replay_routing:
-            routed_model(self.blueprint)  # says why not, where there are no experts
             self._routing = RoutingTap(arena, self.layout, self.blueprint, settings)
         if settings.replay_routing is not None:
             self.notes.append(

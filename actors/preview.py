@@ -8,6 +8,7 @@ from typing import Any
 
 from shadowlane.actors.blueprint import Blueprint, read_blueprint
 from shadowlane.actors.machine import hardware_fingerprint
+from shadowlane.actors.routing import check_routing
 from shadowlane.actors.service import profile_path, read_profile
 from shadowlane.actors.spec import ServiceSpec
 from shadowlane.planner.cost import CostModel
@@ -23,6 +24,7 @@ def preview(spec: ServiceSpec) -> dict[str, Any]:
     Raises InfeasiblePlan, ModelError, ValueError.
     """
     blueprint, profile = _read(spec)
+    check_routing(blueprint, spec.settings)
     cost = CostModel(profile)
     placement = first_placement(spec, blueprint, cost)
     report = plan_report(blueprint.catalog, placement, cost)

@@ -16,7 +16,7 @@ from shadowlane.actors.records import StepPlan
 from shadowlane.actors.scratch import route_layout
 from shadowlane.actors.spec import EngineSettings
 from shadowlane.ops import table as t
-from shadowlane.planner.routing import RoutedModel
+from shadowlane.planner.routing import RoutedModel, Trace
 from shadowlane.planner.routing_files import TraceWriter, read_trace
 
 
@@ -42,6 +42,18 @@ def routed_model(blueprint: Blueprint) -> RoutedModel:
         dense_nbytes=tuple(layer_nbytes.pop(layer, 0) for layer in sparse),
         outside_nbytes=sum(layer_nbytes.values()),
     )
+
+
+def check_routing(blueprint: Blueprint, settings: EngineSettings) -> Trace | None:
+    """The trace to be replayed, if any. Raises ValueError and OSError for what cannot be."""
+    if settings.trace_routing is None and settings.replay_routing is None:
+        return None
+    model = routed_model(blueprint)  # says why not, where there are no experts
+    if settings.replay_routing is None:
+        return None
+    trace = read_trace(settings.replay_routing)
+    trace.check(trace.model.name, model.num_layers, model.num_experts, model.top_k)
+    return trace
 
 
 class Routes:
@@ -83,16 +95,12 @@ class RoutingTap:
         self, arena: Arena, layout: ArenaLayout, blueprint: Blueprint, settings: EngineSettings
     ) -> None:
         self._routes = Routes(arena, layout, blueprint)
-        model = routed_model(blueprint)
-        self._choices: np.ndarray | None = None  # [tokens, layers, top_k] to be taken
+        trace = check_routing(blueprint, settings)
+        self._choices = None if trace is None else trace.choices  # [tokens, layers, top_k]
         self._next = 0
-        if settings.replay_routing is not None:
-            trace = read_trace(settings.replay_routing)
-            trace.check(trace.model.name, model.num_layers, model.num_experts, model.top_k)
-            self._choices = trace.choices
         self._writer: TraceWriter | None = None
         if settings.trace_routing is not None:
-            self._writer = TraceWriter(settings.trace_routing, model)
+            self._writer = TraceWriter(settings.trace_routing, routed_model(blueprint))
         self._turn = -1
         self._was_prefill = False
 

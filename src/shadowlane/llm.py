@@ -64,9 +64,11 @@ class LLM:
     refused; None: up to 4096, less where RAM is short. max_batch: requests that may share a step.
     logit_rows: rows that `logits` gets per step (more cost scratch). progress: told the stage.
     weights: "q8_0", "q4_0" or "q4_1" runs a safetensors model from a packed copy in the cache,
-    which is written first where there is none yet.
+    which is written first where there is none yet. trace_routing: a file to which the experts that
+    a mixture's routers choose are written; see `shadowlane simulate`.
     For experiments (the planner chooses otherwise): replan=False keeps the first plan, shares fixes
-    the rows of each compute lane, spin_us is how long a wait spins before it sleeps.
+    the rows of each compute lane, spin_us is how long a wait spins before it sleeps,
+    replay_routing makes routers choose what such a file says (what is written then means nothing).
 
     Joins a running Ray cluster, or starts one of its own for as long as it lives.
     Raises ValueError, shadowlane.ops.errors.ModelError or OSError, each with one line that says
@@ -92,6 +94,8 @@ class LLM:
         replan: bool = True,
         shares: Sequence[float] | None = None,
         spin_us: int | None = None,
+        trace_routing: str | Path | None = None,
+        replay_routing: str | Path | None = None,
         dashboard: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -118,6 +122,8 @@ class LLM:
             replan=replan,
             shares=shares,
             spin_us=spin_us,
+            trace_routing=trace_routing,
+            replay_routing=replay_routing,
         )
         from shadowlane.actors.cluster import is_joined, join_cluster, running_address
 
@@ -320,6 +326,8 @@ def make_spec(
     replan: bool = True,
     shares: Sequence[float] | None = None,
     spin_us: int | None = None,
+    trace_routing: str | Path | None = None,
+    replay_routing: str | Path | None = None,
 ) -> ServiceSpec:
     """What is to be served, with every default decided. Reads nothing of the model."""
     from shadowlane.actors.machine import assign_cores
@@ -348,6 +356,8 @@ def make_spec(
         replan=switch("replan", replan),
         shares=None if shares is None else lane_shares(shares, len(cores)),
         spin_us=SPIN_US if spin_us is None else whole_number("spin_us", spin_us, 0, MAX_SPIN_US),
+        trace_routing=None if trace_routing is None else Path(trace_routing).absolute(),
+        replay_routing=None if replay_routing is None else Path(replay_routing).absolute(),
     )
     return ServiceSpec(path.absolute(), options, settings, notes)
 

@@ -158,13 +158,16 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
     if plan["measured"] and plan["unmeasured"]:
         guess = f", unmeasured: {', '.join(plan['unmeasured'])}"
     lanes = ", ".join(f"{lane} {busy:.0f} %" for lane, busy in predicted["busy_pct"].items())
+    experts = ""
+    if parts.get("experts"):
+        experts = f"{plan['expert_slots']} experts {size(parts['experts'])}, "
     slots = f"ring of {plan['num_slots']} slots {size(parts['slots'])}, " if parts["slots"] else ""
     return [
         ("strategy", f"{plan['strategy']}: {plan['why']}"),
         ("budget", f"{size(plan['budget']['ram'])} of RAM, {size(parts['total'])} of it used"),
         (
             "in RAM",
-            f"weights {size(parts['weights'])}, "
+            f"weights {size(parts['weights'])}, {experts}"
             f"KV cache {size(parts['kv'])} for {plan['context_tokens']} tokens, "
             f"{slots}scratch {size(parts['scratch'])}, constants {size(parts['constants'])}",
         ),

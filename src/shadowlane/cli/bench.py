@@ -64,6 +64,7 @@ def bench(
     no_prefetch: options.NoPrefetch = False,
     cpu_threads: options.CpuThreads = None,
     cpu_workers: options.CpuWorkers = 1,
+    replay_routing: options.ReplayRouting = None,
     dtype: options.DtypeOption = None,
     kv: options.Kv = None,
     weights: options.Weights = None,
@@ -94,7 +95,7 @@ def bench(
         path = resolve_model(model, stages)
         if ctx_size is None:
             _check_needed(path, needed)
-        with engine.open(path, not no_prefetch, stages) as llm:
+        with engine.open(path, not no_prefetch, stages, replay_routing=replay_routing) as llm:
             if prompt_tokens:
                 speeds = _speeds(llm, prompt_tokens, 1, repetitions, stages)
                 rows.append(report.BenchRow(f"pp{prompt_tokens}", speeds))

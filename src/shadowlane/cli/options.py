@@ -140,6 +140,26 @@ NoPrefetch = Annotated[
         rich_help_panel=_MEMORY,
     ),
 ]
+TraceRouting = Annotated[
+    Path | None,
+    option(
+        "--trace-routing",
+        metavar="FILE",
+        help="Of a mixture of experts: write which ones its routers choose to FILE (.jsonl, or "
+        ".jsonl.gz), for `shadowlane simulate`.",
+        rich_help_panel=_COMPUTE,
+    ),
+]
+ReplayRouting = Annotated[
+    Path | None,
+    option(
+        "--replay-routing",
+        metavar="FILE",
+        help="Of a mixture of experts: let its routers choose what FILE says, to measure speed "
+        "with recorded routing. What is written then means nothing.",
+        rich_help_panel=_COMPUTE,
+    ),
+]
 CpuThreads = Annotated[
     int | None,
     option(

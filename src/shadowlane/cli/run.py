@@ -50,6 +50,7 @@ def run(
     no_prefetch: options.NoPrefetch = False,
     cpu_threads: options.CpuThreads = None,
     cpu_workers: options.CpuWorkers = 1,
+    trace_routing: options.TraceRouting = None,
     dtype: options.DtypeOption = None,
     kv: options.Kv = None,
     weights: options.Weights = None,
@@ -85,7 +86,7 @@ def run(
     with Stages() as stages:
         path = resolve_model(model, stages)
         check_reads_text(path, "run")
-        with engine.open(path, not no_prefetch, stages) as llm:
+        with engine.open(path, not no_prefetch, stages, trace_routing=trace_routing) as llm:
             if raw or not llm.has_chat_template:
                 chunks = llm.stream(text, params)
             else:
