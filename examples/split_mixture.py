@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from shadowlane.ops.tokenizer import Tokenizer
 
 # Logits of the router scatter by this much: small enough that its softmax gives each expert the
-# weight 1 / experts within a rounding of bfloat16, large enough to rank them in float32.
-ROUTER_SPREAD = 2.0**-10
+# weight 1 / experts within a rounding of bfloat16, large enough to rank them safely in float32.
+ROUTER_SPREAD = 2.0**-8
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -83,12 +83,13 @@ def output_norms(
 def fit_router(inputs: torch.Tensor, norms: torch.Tensor, spread: float) -> torch.Tensor:
     """A matrix [experts, hidden] whose products with `inputs` rank the experts by their `norms`.
 
-    Ridge regression of the norms. The scale does not change a ranking, so it is chosen such that
-    logits scatter by `spread`: a softmax of nearly equal logits gives nearly equal weights.
+    Ridge regression of how far each expert's norm is from the mean of the token's: what is common
+    to all changes no choice and would cost precision. Nor does the scale, so it is chosen such
+    that logits scatter by `spread`: the softmax of nearly equal logits is nearly equal weights.
     """
-    fitted = ridge(inputs, norms, ROUTER_RIDGE)
+    fitted = ridge(inputs, norms - norms.mean(1, keepdim=True), ROUTER_RIDGE)
     logits = inputs @ fitted
-    fitted *= spread / (logits - logits.mean(1, keepdim=True)).std().clamp_min(1e-20)
+    fitted *= spread / logits.std().clamp_min(1e-20)
     return fitted.T.contiguous()
 
 
