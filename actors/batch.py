@@ -17,7 +17,7 @@ import numpy as np
 from shadowlane.actors.records import Row, StepPlan
 from shadowlane.actors.sequence import LaneUse, Sequence
 from shadowlane.actors.spec import Options
-from shadowlane.ops.table import MAX_DECODE_ROWS
+from shadowlane.ops.table import FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,10 @@ class Step:
 class Batch:
     """Sequences that wait and sequences that run. Only `add` and `cancel` are for other threads."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, few_rows: int = FEW_ROWS) -> None:
+        """few_rows: the end of a prompt that is no longer has a step like those of decode rows."""
         self._options = options
+        self._few_rows = few_rows
         self.changed = threading.Condition()  # held to touch `waiting`; told when work comes
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -84,7 +86,7 @@ class Batch:
             limit = self._options.prefill_chunk
             if sequence.wants_logits:
                 limit = min(limit, self._options.logit_rows)
-            if len(sequence.pending[:limit]) <= MAX_DECODE_ROWS:
+            if len(sequence.pending[:limit]) <= self._few_rows:
                 rows = _rows(sequence, limit)
                 return Step(StepPlan(rows, len(rows), same_sequence=True), (sequence,))
         rows = tuple(row for each in decoding for row in _rows(each, 1))

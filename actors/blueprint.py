@@ -22,9 +22,11 @@ from shadowlane.ops.decoder import (
     describe_groups,
     read_decoder,
 )
+from shadowlane.ops.dots import DIRECT_LAYOUTS
 from shadowlane.ops.files import ModelFiles, TensorSource, open_model
 from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.table import (
+    FEW_ROWS,
     MAX_BLOCK_ROWS,
     MAX_DECODE_ROWS,
 )
@@ -91,6 +93,16 @@ class Blueprint:
     experts: ExpertPlan | None  # of a mixture
 
     @property
+    def few_rows(self) -> int:
+        """Rows of a prompt up to which it goes through the compiled kernels, like decode rows.
+
+        Packed weights would have to be expanded for torch, which pays for more rows only.
+        """
+        packed = sum(each.nbytes for each in self.sources if each.layout not in DIRECT_LAYOUTS)
+        whole = sum(each.nbytes for each in self.sources)
+        return MAX_DECODE_ROWS if 2 * packed > whole else FEW_ROWS
+
+    @property
     def layouts(self) -> set[str]:
         """Of all weights: what operators are needed for."""
         found = {source.layout for source in self.sources}
@@ -133,10 +145,8 @@ def cut_model(
             f"ctx_size must be between 1 and the model's {config.max_context}; "
             f"got {options.context}"
         )
-    if not 1 <= options.max_batch <= MAX_DECODE_ROWS:
-        raise ValueError(
-            f"max_batch must be between 1 and {MAX_DECODE_ROWS}; got {options.max_batch}"
-        )
+    if not 1 <= options.max_batch <= FEW_ROWS:
+        raise ValueError(f"max_batch must be between 1 and {FEW_ROWS}; got {options.max_batch}")
     context_limit = options.context or min(config.max_context, DEFAULT_CONTEXT)
     descriptions = describe_groups(config)
     dtype, notes = choose_dtype(files, config, options.dtype)

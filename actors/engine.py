@@ -85,7 +85,7 @@ class Engine:
             max_batch=options.max_batch,
             num_slots=settings.num_slots,
         )
-        self.batch = Batch(options)
+        self.batch = Batch(options, self.blueprint.few_rows)
         self.shadow = ShadowLink(host, self.blueprint.catalog, self.request, self.crew, settings)
         self.arena: Arena | None = None
         self.notes: list[str] = list(self.blueprint.notes)

@@ -214,7 +214,7 @@ def _expert_buffers(config: DecoderConfig, rows: int, chunk: int, element: int) 
         )
         if moe
         else 0,
-        "worker_activated": chunk * inner * element,
+        "worker_activated": max(chunk * element, MAX_DECODE_ROWS * 4) * inner,
     }
 
 

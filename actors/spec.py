@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shadowlane.ops.table import MAX_DECODE_ROWS
+from shadowlane.ops.table import FEW_ROWS
 
 PREFILL_CHUNK = 512
 SPIN_US = 50  # a spin shorter than a wake-up puts both sides of a barrier to sleep in turn
@@ -28,17 +28,17 @@ class Options:
     kv: KvType | None = None  # how keys and values are cached; None: in the compute type
     context: int | None = None
     max_batch: int = 1
-    logit_rows: int = MAX_DECODE_ROWS  # rows of logits that one step may give to one request
+    logit_rows: int = FEW_ROWS  # rows of logits that one step may give to one request
     prefill_chunk: int = PREFILL_CHUNK
 
     @property
     def step_logits(self) -> int:
         """The most rows of logits that one step gives to all requests together.
 
-        Up to MAX_DECODE_ROWS rows of a request that wants them all are a step of their own; a
-        longer chunk shares its step with a row of every other sequence.
+        Up to FEW_ROWS rows of a request that wants them all are a step of their own; a longer
+        chunk may share its step with a row of every other sequence.
         """
-        if self.logit_rows <= MAX_DECODE_ROWS:
+        if self.logit_rows <= FEW_ROWS:
             return max(self.logit_rows, self.max_batch)
         return self.logit_rows + self.max_batch - 1
 

@@ -128,3 +128,35 @@ def multiply_rows(
             scratch,
         ),
     )
+
+
+@njit
+def multiply_packed(
+    block: Any,
+    address: int,
+    num_rows: int,
+    cols: int,
+    quantised: int,
+    stride: int,
+    inputs: int,
+    y: int,
+    scratch: int,
+) -> None:
+    """Rows of a packed block times quantised inputs; y: float32 [inputs, num_rows]."""
+    call_address(
+        block[t.OPERATOR],
+        (
+            block[t.LAYOUT],
+            block[t.EXPAND],
+            address,
+            block[t.ROW_NBYTES],
+            num_rows,
+            cols,
+            quantised,
+            stride,
+            inputs,
+            y,
+            num_rows * 4,
+            scratch,
+        ),
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 from shadowlane.ops import aten as torch
 from shadowlane.ops import table as t
+from shadowlane.ops.activation import activate_row
 from shadowlane.ops.atomics import (
     WAIT_OK,
     copy_bytes,
@@ -19,6 +20,7 @@ from shadowlane.ops.atomics import (
     read_i64,
     wait_counter,
 )
+from shadowlane.ops.blocks import multiply_packed
 from shadowlane.ops.chunk_kernels import activate_tile, expand_tile
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.expert_walk import (
@@ -34,6 +36,7 @@ from shadowlane.ops.expert_walk import (
     whole_item,
 )
 from shadowlane.ops.kernels import EXPAND_AT, LAYOUT_F32, element_nbytes
+from shadowlane.ops.packed import quantise_row
 from shadowlane.ops.routes import route_at
 from shadowlane.ops.rows import convert_row, finish_row
 
@@ -168,6 +171,89 @@ def multiply_chunk(
 
 
 @njit
+def goes_packed(row: Any, blocks: Any, count: int) -> bool:
+    """Whether so few rows of a chunk go to an expert that expanding it would cost more."""
+    first = row[t.EXPERT_BLOCKS]
+    is_packed = blocks[first + GATE][t.IS_PACKED] != 0 and blocks[first + UP][t.IS_PACKED] != 0
+    return is_packed and blocks[first + DOWN][t.IS_PACKED] != 0 and count <= t.MAX_DECODE_ROWS
+
+
+@njit
+def multiply_few(
+    base: int,
+    geometry: Any,
+    row: Any,
+    blocks: Any,
+    route: int,
+    expert: int,
+    begin: int,
+    end: int,
+    num_decode: int,
+    x: int,
+    scratch: int,
+) -> None:
+    """As `multiply_chunk`, straight from packed blocks: inputs rounded to bytes, no expansion."""
+    layout, inner, hidden = (
+        geometry[t.COMPUTE_LAYOUT],
+        geometry[t.EXPERT_INNER],
+        geometry[t.HIDDEN],
+    )
+    nbytes, top_k, layer = element_nbytes(layout), geometry[t.TOP_K], row[t.SPARSE_LAYER]
+    pairs = route + geometry[t.ROUTE_PAIRS]
+    count = end - begin
+    quantised, stride = scratch + geometry[t.SCRATCH_QUANTISED], geometry[t.QUANTISED_NBYTES]
+    line = scratch + EXPAND_AT
+    activated = scratch + geometry[t.SCRATCH_ACTIVATED]
+    gates = scratch + geometry[t.SCRATCH_OUTPUT]
+    ups = gates + t.MAX_DECODE_ROWS * t.MAX_BLOCK_ROWS * 4
+    for index in range(count):
+        source = read_i32(pairs + 4 * (begin + index)) // top_k - num_decode
+        finish_row(layout, x + source * hidden * nbytes, 0, 0, line, hidden)
+        quantise_row(line, hidden, quantised + index * stride)
+    gate, up = blocks[row[t.EXPERT_BLOCKS] + GATE], blocks[row[t.EXPERT_BLOCKS] + UP]
+    gate_at = expert_address(base, geometry, layer, expert, GATE)
+    up_at = expert_address(base, geometry, layer, expert, UP)
+    for first in range(0, inner, t.MAX_BLOCK_ROWS):
+        rows = min(t.MAX_BLOCK_ROWS, inner - first)
+        place = gate_at + first * gate[t.ROW_NBYTES]
+        multiply_packed(gate, place, rows, hidden, quantised, stride, count, gates, scratch)
+        place = up_at + first * up[t.ROW_NBYTES]
+        multiply_packed(up, place, rows, hidden, quantised, stride, count, ups, scratch)
+        gate_bias = expert_bias(base, row, expert, GATE, inner, first)
+        up_bias = expert_bias(base, row, expert, UP, inner, first)
+        for index in range(count):
+            at = index * rows * 4
+            out = activated + (index * inner + first) * 4
+            activate_row(
+                base,
+                geometry,
+                LAYOUT_F32,
+                gates + at,
+                ups + at,
+                gate_bias,
+                up_bias,
+                out,
+                rows,
+            )
+    for index in range(count):
+        quantise_row(activated + index * inner * 4, inner, quantised + index * stride)
+    down = blocks[row[t.EXPERT_BLOCKS] + DOWN]
+    down_at = expert_address(base, geometry, layer, expert, DOWN)
+    outputs = base + geometry[t.EXPERT_OUTPUT_CHUNK]
+    for first in range(0, hidden, t.MAX_BLOCK_ROWS):
+        rows = min(t.MAX_BLOCK_ROWS, hidden - first)
+        place = down_at + first * down[t.ROW_NBYTES]
+        multiply_packed(down, place, rows, inner, quantised, stride, count, gates, scratch)
+        bias = expert_bias(base, row, expert, DOWN, hidden, first)
+        for index in range(count):
+            result = gates + index * rows * 4
+            if bias != 0:
+                finish_row(LAYOUT_F32, result, bias, 0, result, rows)
+            pair = read_i32(pairs + 4 * (begin + index)) - num_decode * top_k
+            convert_row(layout, result, outputs + (pair * hidden + first) * nbytes, rows)
+
+
+@njit
 def expert_chunk_item(
     base: int,
     geometry: Any,
@@ -223,7 +309,11 @@ def expert_chunk_item(
             )
         for chunk in range(row[t.EXPERT_CHUNKS]):
             whole_item(base, geometry, row, blocks, route, chunk, expert, begin, middle, scratch)
-    if end > middle and not multiply_chunk(
+    if end > middle and goes_packed(row, blocks, end - middle):
+        multiply_few(
+            base, geometry, row, blocks, route, expert, middle, end, num_decode, chunk_x, scratch
+        )
+    elif end > middle and not multiply_chunk(
         base, geometry, aten, row, blocks, route, expert, middle, end, num_decode, chunk_x, scratch
     ):
         return REFUSED, 0

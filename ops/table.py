@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_LANES: Final = 8  # compute lanes that a table can wait for
-MAX_DECODE_ROWS: Final = 8  # rows that go through the compiled kernels together
+MAX_DECODE_ROWS: Final = 16  # rows that the compiled kernels take together, of packed weights;
+FEW_ROWS: Final = 8  # of others: from here on, torch's products are faster
 WORDS_NBYTES: Final = 4096  # what a call of torch needs; see `aten.py`
 PANEL_ROWS: Final = 256  # of a block in prefill, expanded and multiplied together
 QUERY_ROWS: Final = 256  # of a chunk, in one call of attention

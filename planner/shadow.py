@@ -36,6 +36,7 @@ from shadowlane.planner.trial import (
 )
 
 STORY_ENTRIES = 12
+MOST_PATIENCE = 64
 
 
 class PlannerState:
@@ -272,6 +273,7 @@ class PlannerState:
             if (moved := moved_nbytes(self.catalog, running, option.placement)) <= free
             and self.paces.content(option.placement) not in self.refused
         ]
+        self.patience = min(2 * self.patience, MOST_PATIENCE)  # until a thought leads to something
         if not plans:
             return [ev.Note(f"{why}: staying, what is predicted best was slower or cannot be had")]
         option, moved = min(plans, key=lambda plan: plan[0].placement.predicted_step_s)
@@ -281,6 +283,7 @@ class PlannerState:
         won_s = (staying_s - best_s) * self.settings.horizon_steps
         if gain < self.settings.gain_threshold or won_s <= move_s:
             return [ev.Note(f"{why}: staying, the best plan would win {max(0.0, gain):.1%}")]
+        self.patience //= 2
         if len(record.paces):
             results = [(record.option, record.paces.mean)]
             self.trial = Trial("re-plan", -self.settings.tolerance, option, results=results)
@@ -362,7 +365,7 @@ class PlannerState:
             self.patience = 1
         else:
             self.refused.add(self.paces.content(trial.current.placement))
-            self.patience *= 2
+            self.patience = min(2 * self.patience, MOST_PATIENCE)
         reason = f"{trial.why}: measured {trial.summary()}; {winner.label} stays"
         if winner is trial.current:
             return [ev.Note(reason)]

@@ -332,7 +332,7 @@ def make_spec(
     """What is to be served, with every default decided. Reads nothing of the model."""
     from shadowlane.actors.machine import assign_cores
     from shadowlane.actors.spec import PREFILL_CHUNK, SPIN_US, EngineSettings, Options, ServiceSpec
-    from shadowlane.ops.table import MAX_DECODE_ROWS
+    from shadowlane.ops.table import FEW_ROWS
 
     threads = None if cpu_threads is None else whole_number("cpu_threads", cpu_threads, 1)
     cores, notes = assign_cores(threads, whole_number("cpu_workers", cpu_workers, 1))
@@ -340,8 +340,8 @@ def make_spec(
         dtype=None if dtype is None else one_of("dtype", dtype, DTYPES),
         kv=None if kv is None else one_of("kv", kv, KV_NAMES),
         context=None if ctx_size is None else whole_number("ctx_size", ctx_size, 1),
-        max_batch=whole_number("max_batch", max_batch, 1, MAX_DECODE_ROWS),
-        logit_rows=MAX_DECODE_ROWS
+        max_batch=whole_number("max_batch", max_batch, 1, FEW_ROWS),
+        logit_rows=FEW_ROWS
         if logit_rows is None
         else whole_number("logit_rows", logit_rows, 1),
         prefill_chunk=PREFILL_CHUNK
