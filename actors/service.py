@@ -399,7 +399,10 @@ class Service:
                 "plan_id": placement.placement_id,
                 "replans": engine.shadow.replans,
                 "predicted_decode_tok_per_s": 1 / predicted if predicted else None,
-                "tiers": {"ram": placement.weights_nbytes, "disk": streamed},
+                "tiers": {
+                    "ram": placement.weights_nbytes + placement.experts_nbytes,
+                    "disk": streamed,
+                },
                 "arena_nbytes": placement.total_nbytes,
                 "ram_budget": placement.ram,
             },

@@ -46,9 +46,19 @@ def make_timeline(
             _name(events, process, "disk:0", row, f"read {row}")
         rows[row] = end
         details = {"sweep": step, "bytes": nbytes}
-        what = catalog.blocks[block].group if block < len(catalog.blocks) else "expert"
+        what = _read_of(catalog, block)
         events.append(_event(f"read {what}", process, row, start, end, details))
     return {"traceEvents": events, "displayTimeUnit": "ms", "metadata": {"notes": list(notes)}}
+
+
+def _read_of(catalog: Catalog, number: int) -> str:
+    """What a read was of: a block's group, or, behind all blocks, an expert by its key."""
+    key = number - len(catalog.blocks)
+    if key < 0 or catalog.experts is None:
+        return catalog.blocks[number].group
+    layer, expert = divmod(key, catalog.experts.per_layer)
+    groups = [group.name for group in catalog.groups if group.kind == "experts"]
+    return f"{groups[layer]} {expert}"
 
 
 def _name(events: list[dict[str, Any]], process: int, lane: str, row: int, title: str) -> None:

@@ -127,7 +127,21 @@ def _expert_facts(stats: Json) -> list[tuple[str, str]]:
     rate = experts["hit_rate"]
     found = "-" if rate is None else f"{100 * rate:.1f} % of the chosen were in RAM"
     read = f", {size(experts['read_nbytes_per_token'])} read for each token"
-    return [("experts", f"{experts['slots']} of {experts['of']} in RAM; {found}{read}")]
+    rows = [("experts", f"{experts['slots']} of {experts['of']} in RAM; {found}{read}")]
+    if experts["slots"] == experts["of"]:
+        return rows
+    switches = experts["policy_switches"]
+    changed = f", changed {switches} time{'' if switches == 1 else 's'}" if switches else ""
+    look: Json = experts["look_ahead"]
+    guess = "not tried"
+    if look["recall"] is not None:
+        used = "none were read" if look["used"] is None else f"{100 * look['used']:.0f} % were used"
+        rest = "" if look["is_on"] else "; off, it did not pay"
+        guess = (
+            f"{100 * look['recall']:.0f} % of the chosen were guessed a layer ahead; of "
+            f"{look['early_reads']} early reads {used}{rest}"
+        )
+    return [*rows, ("kept by", f"{experts['policy']}{changed}"), ("look-ahead", guess)]
 
 
 def plan_report(plan: Json, by_group: bool = False) -> RenderableType:
