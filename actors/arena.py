@@ -148,6 +148,7 @@ class ArenaLayout:
     route_nbytes: int  # of one sparse layer
     expert_slots: int
     num_expert_slots: int
+    expanded: dict[int, int]  # block -> its copy in the compute type
     nbytes: int
 
     def counter(self, number: int) -> int:
@@ -197,6 +198,9 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
     ring = take(placement.slots_nbytes)
     weights = take(placement.weights_nbytes)
     expert_slots = take(placement.experts_nbytes)
+    expanded = {
+        block: take(blueprint.catalog.blocks[block].expanded_nbytes) for block in placement.expanded
+    }
     used = cursor - budget_start
     assert used == placement.total_nbytes, (used, placement.total_nbytes)
     return ArenaLayout(
@@ -228,6 +232,7 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
         route_numbers=route_numbers,
         expert_slots=expert_slots,
         num_expert_slots=placement.expert_slots,
+        expanded=expanded,
         route_nbytes=route_layout(config, step_rows)["nbytes"] if config.moe else 0,
         nbytes=cursor,
     )

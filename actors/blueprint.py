@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shadowlane.actors.expert_sources import ExpertPlan, layouts_of, plan_experts
-from shadowlane.actors.scratch import LAYOUT_OF, ScratchPlan, plan_scratch
+from shadowlane.actors.scratch import LAYOUT_OF, ScratchPlan, is_in_place, plan_scratch
 from shadowlane.actors.spec import DataType, KvType, Options
 from shadowlane.ops.decoder import (
     DecoderConfig,
@@ -55,6 +55,11 @@ class BlockSource:
     num_rows: int
     output_row: int  # first row of the group's output that it computes
     part: int  # index of the tensor in the group
+
+    @property
+    def cols(self) -> int:
+        layout = LAYOUTS[self.layout]
+        return self.row_nbytes // layout.block_nbytes * layout.block_elements
 
     @property
     def skew(self) -> int:
@@ -171,6 +176,7 @@ def cut_model(
                     source.held_nbytes,
                     first_unit,
                     last_unit,
+                    _expanded_nbytes(description, source, LAYOUT_OF[dtype]),
                 )
             )
         sources.extend(cut)
@@ -321,6 +327,16 @@ def _cut_group(
     if description.kind == "gate_up":  # the same rows of both are used together
         return [block for pair in zip(*columns, strict=True) for block in pair]
     return [block for column in columns for block in column]
+
+
+def _expanded_nbytes(description: GroupDescription, source: BlockSource, compute: str) -> int:
+    """Bytes of a block's copy in the compute type; 0 where prefill multiplies with it as it is.
+
+    Rows of `embed` are gathered, those of `lm_head` go through the compiled kernels alone.
+    """
+    if description.kind in ("embed", "lm_head") or is_in_place(source, compute):
+        return 0
+    return whole_pages(source.num_rows * LAYOUTS[compute].row_nbytes(source.cols))
 
 
 def _catalog_group(

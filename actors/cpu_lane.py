@@ -6,9 +6,10 @@ runs between steps only; the lane talks to the others through counters alone.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,13 @@ import numpy as np
 from shadowlane.actors.arena import RECORD_RING, STEP_COUNTER, Arena, ArenaHandle, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.lowering import lower, make_geometry
+from shadowlane.actors.scratch import LAYOUT_OF
 from shadowlane.ops import aten
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, counter_value, now_ns, wait_counter
+from shadowlane.ops.chunk_kernels import expand_tile
 from shadowlane.ops.chunk_walker import FAILED, walk_chunk
+from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.table import LoweredProgram
 from shadowlane.ops.walker import walk
 from shadowlane.planner.placement import Placement
@@ -58,9 +62,17 @@ class CpuLane:
         self._last_step = counter_value(self._arena.base + layout.counter(STEP_COUNTER))
         self.error: str | None = None
 
-    def adopt(self, placement: Placement, program: Program, homes: Mapping[int, int]) -> int:
+    def adopt(
+        self,
+        placement: Placement,
+        program: Program,
+        homes: Mapping[int, int],
+        copies: Collection[int] = (),
+    ) -> int:
         """Lower a program and keep it ready. Returns the placement's id, as acknowledgement."""
-        lowered = lower(self._blueprint, self._layout, placement, program, homes, len(self._cores))
+        lowered = lower(
+            self._blueprint, self._layout, placement, program, homes, len(self._cores), copies
+        )
         self._programs = {**self._programs, placement.placement_id: lowered}
         return placement.placement_id
 
@@ -69,6 +81,54 @@ class CpuLane:
         self._programs = {
             key: value for key, value in self._programs.items() if key != placement_id
         }
+
+    def expand(self, placement_id: int, blocks: Sequence[int]) -> None:
+        """Fill the expanded copies of these blocks, which are in RAM; while `run` does not run.
+
+        By the function that expands panels in a prefill step: the same bytes, and so the same bits
+        of every product.
+        """
+        table = self._programs[placement_id].blocks
+        panels = [
+            (block, first)
+            for block in blocks
+            for first in range(0, self._blueprint.sources[block].num_rows, t.PANEL_ROWS)
+        ]
+        taken = itertools.count()  # the next panel; taken by one worker each, as the GIL has it
+        failures: list[Exception] = []
+
+        def work(worker: int) -> None:
+            pin_thread(self._cores[worker])
+            try:
+                while (number := next(taken)) < len(panels) and not failures:
+                    block, first = panels[number]
+                    self._expand_panel(table[block], block, first, worker)
+            except Exception as error:  # raised below, by the caller's thread
+                failures.append(error)
+
+        threads = [
+            threading.Thread(target=work, args=(worker,)) for worker in range(len(self._cores))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def _expand_panel(self, row: np.ndarray, block: int, first: int, worker: int) -> None:
+        """Fill the copy of a block's rows from `first`, a panel of them. row: the block's."""
+        source, base = self._blueprint.sources[block], self._arena.base
+        layout = LAYOUT_OF[self._blueprint.dtype]
+        expand_tile(
+            row,
+            base + int(row[t.OFFSET]) + first * source.row_nbytes,
+            min(t.PANEL_ROWS, source.num_rows - first),
+            source.cols,
+            LAYOUTS[layout].id,
+            base + int(row[t.EXPANDED]) + first * LAYOUTS[layout].row_nbytes(source.cols),
+            base + self._seat(worker).scratch,
+        )
 
     def run(self) -> str | None:
         """Work until `stop`, or until the abort word is set. Returns the error that ended it."""
@@ -98,10 +158,7 @@ class CpuLane:
         pin_thread(self._cores[worker])
         layout, base = self._layout, self._arena.base
         abort, steps = base + layout.abort, base + layout.counter(STEP_COUNTER)
-        seat = Seat(
-            worker,
-            layout.worker_scratch[self.number] + worker * self._blueprint.scratch.worker_nbytes,
-        )
+        seat = self._seat(worker)
         delay = DelayReader(
             self._arena.view(layout.workers[self.number] + worker * t.WORKER_NBYTES, np.int64, 16)
         )
@@ -133,6 +190,10 @@ class CpuLane:
                 status = self._step(program, seat, record, step, is_decode)
             if status != WAIT_OK:
                 return
+
+    def _seat(self, worker: int) -> Seat:
+        scratch = self._layout.worker_scratch[self.number]
+        return Seat(worker, scratch + worker * self._blueprint.scratch.worker_nbytes)
 
     def _step(
         self,

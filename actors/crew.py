@@ -6,7 +6,7 @@ going again when one has failed. Decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ from shadowlane.planner.placement import DISK_LANE, LaneSpec, Placement
 from shadowlane.planner.program import Program, build_programs
 
 Progress = Callable[[str, float | None], None]
+PARCEL_NBYTES = 256 << 20  # of expanded copies, made between two reports of how far it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class Crew:
         """Every lane maps the arena; the compute lanes may still be at it when this returns."""
         self._arena, self._layout = arena, layout
         self.homes = Homes(layout.weights, layout.weights_nbytes, self._blueprint.sources)
+        self._copies: set[int] = set(layout.expanded)  # blocks whose expanded copy is there
         return self._open_lanes()
 
     def _open_lanes(self) -> list[Pending]:
@@ -161,12 +163,12 @@ class Crew:
         lengths = tuple(len(programs[lane.name].instructions) for lane in self.lanes)
         self._published[placement.placement_id] = Published(placement, programs, lengths)
         self.newest_id = max(self.newest_id, placement.placement_id)
-        homes = self.homes_of(placement)
+        homes, copies = self.homes_of(placement), self.copies_of(placement)
         answers = [
             Acknowledgement(
                 lane.name,
                 placement.placement_id,
-                lane.call("adopt", placement, programs[lane.name], homes),
+                lane.call("adopt", placement, programs[lane.name], homes, copies),
             )
             for lane in self.cpus
         ]
@@ -184,7 +186,9 @@ class Crew:
         self._published.pop(placement_id, None)
         for lane in self.cpus:
             lane.call("retire", placement_id)
-        self._drop_all_but([each.placement for each in self._published.values()])
+        kept = [each.placement for each in self._published.values()]
+        self._drop_all_but(kept)
+        self._drop_copies(self._copies.difference(*(each.expanded for each in kept)))
 
     def retire_all_but_current(self) -> None:
         """Nobody will announce what else is published: forget it, and what was moved for it."""
@@ -235,6 +239,14 @@ class Crew:
             if kept
         }
 
+    def copies_of(self, placement: Placement) -> tuple[int, ...]:
+        """Blocks that prefill reads from their expanded copies under a placement.
+
+        Copies are made once. What a placement wants beyond those that are left is expanded in each
+        chunk, which gives the same bits.
+        """
+        return tuple(block for block in placement.expanded if block in self._copies)
+
     def load_first(
         self, placement: Placement, statistics: np.ndarray, tell: Progress, heat: Heat | None
     ) -> None:
@@ -246,7 +258,7 @@ class Crew:
         total = sum(self._blueprint.sources[block].nbytes for block in homes)
         jobs: list[tuple[str, tuple[object, ...]]] = [("load", (homes,))]
         if self._blueprint.experts is not None:
-            jobs.append(("load_experts", (heat,)))
+            jobs.append(("load_experts", (heat, self._settings.expert_policy)))
             total += placement.expert_slots * self._blueprint.experts.catalog.nbytes
         for method, arguments in jobs:
             loading = self.disk_lane.call(method, *arguments)
@@ -259,6 +271,38 @@ class Crew:
                     continue
             loading.result()
         tell("loading weights", 1.0)
+
+    def expand_first(self, placement: Placement, tell: Progress) -> None:
+        """Make the expanded copies of a placement that is published; before any step runs."""
+        copies = self.copies_of(placement)
+        done, total = 0, placement.expanded_nbytes
+        for parcels in self._parcels(copies):
+            tell("expanding weights", done / total)
+            calls = [
+                lane.call("expand", placement.placement_id, blocks)
+                for lane, blocks in zip(self.cpus, parcels, strict=False)
+            ]
+            for call in calls:
+                call.result()
+            done += sum(self._copy_nbytes(block) for blocks in parcels for block in blocks)
+        if copies:
+            tell("expanding weights", 1.0)
+
+    def _parcels(self, copies: Sequence[int]) -> Iterator[list[list[int]]]:
+        """Rounds of blocks, so many for each lane as are told of at a time."""
+        round_nbytes = 0
+        parcels: list[list[int]] = [[] for _ in self.cpus]
+        for number, block in enumerate(copies):
+            parcels[number % len(parcels)].append(block)
+            round_nbytes += self._copy_nbytes(block)
+            if round_nbytes >= PARCEL_NBYTES:
+                yield parcels
+                round_nbytes, parcels = 0, [[] for _ in self.cpus]
+        if round_nbytes:
+            yield parcels
+
+    def _copy_nbytes(self, block: int) -> int:
+        return self._blueprint.catalog.blocks[block].expanded_nbytes
 
     def make_room_for(self, placement: Placement) -> str | None:
         """Bring what a placement adds into RAM, beside what is there; returns why it cannot be.
@@ -299,6 +343,11 @@ class Crew:
                 if not any(placement.resident[block] for placement in placements)
             ]
         )
+
+    def _drop_copies(self, blocks: Iterable[int]) -> None:
+        for block in list(blocks):
+            self._copies.discard(block)
+            self._arena.release(self._layout.expanded[block], self._copy_nbytes(block))
 
     def _drop(self, blocks: Iterable[int]) -> None:
         for offset, nbytes in self.homes.drop(blocks):

@@ -84,6 +84,7 @@ class Engine:
             context=options.context,
             max_batch=options.max_batch,
             num_slots=settings.num_slots,
+            expand=settings.expand,
         )
         self.batch = Batch(options, self.blueprint.few_rows)
         self.shadow = ShadowLink(host, self.blueprint.catalog, self.request, self.crew, settings)
@@ -161,6 +162,7 @@ class Engine:
         answers = self.crew.publish(first)
         self.crew.switch(first, is_first=True)
         self.shadow.first_acknowledged(answers, self.step + 1)
+        self.crew.expand_first(first, tell)
         self.crew.run()
         if self.gauges.disk_statistics()[disk.BUFFERED]:
             self.notes.append(
@@ -456,7 +458,17 @@ class Engine:
 
     def lane_use_now(self) -> LaneUse:
         """What lanes and experts have done since the start."""
-        return LaneUse(self.gauges.lane_use(self._multiplied), self.gauges.expert_use())
+        experts = self.blueprint.catalog.experts
+        multiplied, used = list(self._multiplied), self.gauges.expert_use()
+        if experts is not None:  # one lane computes all of them
+            first = next(
+                share.lane
+                for name, shares in self.placement.shares.items()
+                if name.endswith(".experts")
+                for share in shares
+            )
+            multiplied[lane_number(first)] += used[1] * experts.nbytes
+        return LaneUse(self.gauges.lane_use(multiplied), used)
 
     def lane_use(self, sequence: Sequence) -> dict[str, tuple[float, int]]:
         """Per lane, busy seconds and bytes while a finished request ran (others' work included)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import accumulate
 
 import numpy as np
@@ -186,17 +186,25 @@ def lower(
     program: Program,
     homes: Mapping[int, int],
     num_workers: int,
+    copies: Collection[int] = (),
 ) -> LoweredProgram:
     """The tables of one compute lane.
 
     homes: arena offset of each resident block's enclosing range, by block index.
+    copies: blocks that prefill reads from their expanded copies.
     """
     config = blueprint.config
     ordinals = {block: ordinal for ordinal, block in enumerate(placement.sweep)}
     blocks = np.array(
         [
             *(
-                _block_row(blueprint, index, homes.get(index), ordinals.get(index, -1))
+                _block_row(
+                    blueprint,
+                    index,
+                    homes.get(index),
+                    ordinals.get(index, -1),
+                    layout.expanded[index] if index in copies else -1,
+                )
                 for index in range(len(blueprint.sources))
             ),
             *_expert_rows(blueprint),
@@ -282,6 +290,7 @@ def _expert_row(matrix: MatrixFormat) -> tuple[int, ...]:
         t.BLOCK_FIRST_ROW: 0,
         t.BLOCK_NUM_ROWS: matrix.rows,
         t.ROW_NBYTES: matrix.row_nbytes,
+        t.EXPANDED: -1,
         **_format_columns(matrix.layout),
     }
     return tuple(columns[column] for column in range(t.BLOCK_COLUMNS))
@@ -305,7 +314,9 @@ def _expert_chunks(blueprint: Blueprint, sparse_layer: int, num_workers: int) ->
     return max(least, min(num_workers, by_size))
 
 
-def _block_row(blueprint: Blueprint, index: int, home: int | None, ordinal: int) -> tuple[int, ...]:
+def _block_row(
+    blueprint: Blueprint, index: int, home: int | None, ordinal: int, expanded: int
+) -> tuple[int, ...]:
     source = blueprint.sources[index]
     columns = {
         t.OFFSET: -1 if home is None else home + source.skew,
@@ -314,6 +325,7 @@ def _block_row(blueprint: Blueprint, index: int, home: int | None, ordinal: int)
         t.BLOCK_FIRST_ROW: source.first_row,
         t.BLOCK_NUM_ROWS: source.num_rows,
         t.ROW_NBYTES: source.row_nbytes,
+        t.EXPANDED: expanded,
         **_format_columns(source.layout),
     }
     return tuple(columns[column] for column in range(t.BLOCK_COLUMNS))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from shadowlane.actors.records import Row, StepPlan
 from shadowlane.actors.spec import EngineSettings, Options
 from shadowlane.ops import table as t
 from shadowlane.ops.files import open_model
+from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import DiskFigure, GroupFigure, Phase
 
 DECODE_ROWS = (1, 2, 4, 8)
@@ -43,8 +45,8 @@ def measure_groups(
 ) -> dict[str, Any]:
     """Figures of one compute lane. `brief`: only what DRAM gives, for use beside others.
 
-    Returns {"groups": [GroupFigure], "dram_bytes_per_s", "instruction_s", "step_s"}; the last
-    three None where they could not be told.
+    Returns {"groups": [GroupFigure], "dram_bytes_per_s", "instruction_s", "step_s",
+    "copies_save_s_per_byte"}; all but the first None where they could not be told.
     """
     files = open_model(root)
     cut = cut_model(files, options, len(cores), layers=1)
@@ -68,18 +70,20 @@ def _engine(cut: Blueprint, root: Path, options: Options, cores: Sequence[int], 
         + catalog.scratch_nbytes
         + sum(block.held_nbytes for block in catalog.blocks)
         + (pages + 1) * options.max_batch * catalog.page_nbytes
+        + sum(block.expanded_nbytes for block in catalog.blocks)
         + SLACK
     )
     if catalog.experts is not None:
         needed += catalog.experts.total * catalog.experts.slot_nbytes
-    settings = EngineSettings(min(ram, needed), (tuple(cores),))
+    settings = EngineSettings(min(ram, needed), (tuple(cores),), expand="always")
     engine = Engine(root, options, settings, ThreadHost(), cut)
     engine.start(None)
     return engine
 
 
 def _measure(engine: Engine, cut: Blueprint, threads: int, brief: bool) -> dict[str, Any]:
-    context = engine.placement.context_tokens
+    copied, plain = engine.placement, _without_copies(engine)
+    context = plain.context_tokens
     chunk = min(cut.options.prefill_chunk, context)
     work: list[tuple[Phase, int, int]] = [("decode", 1, min(DECODE_CONTEXTS[0], context))]
     if not brief:
@@ -90,27 +94,37 @@ def _measure(engine: Engine, cut: Blueprint, threads: int, brief: bool) -> dict[
     figures: list[GroupFigure] = []
     gaps: list[float] = []
     outside: list[float] = []
+    save: float | None = None
     for phase, rows, tokens in dict.fromkeys(work):
         times: dict[int, list[float]] = defaultdict(list)
+        copied_times: dict[int, list[float]] = defaultdict(list)  # with expanded copies, in turn
         # Others take a moment to begin, and what counts is how fast it is while all are at it.
         until = time.monotonic() + BRIEF_S if brief else 0.0
         repeat = -1
         while repeat < REPEATS or time.monotonic() < until:
             repeat += 1
+            step = _step(rows, tokens, phase, repeat, cut.config.vocab_size)
+            if phase == "prefill" and copied.expanded:
+                engine.crew.switch(copied)
+                engine.run_unheard(step)
+                if repeat > 0:
+                    _add_times(copied_times, _spans(engine, threads))
+                engine.crew.switch(plain)
             began = time.monotonic_ns()
-            engine.run_unheard(_step(rows, tokens, phase, repeat, cut.config.vocab_size))
+            engine.run_unheard(step)
             ended = time.monotonic_ns()
             if repeat == 0:
                 continue  # warms caches, and compiles what no one has compiled yet
             spans = _spans(engine, threads)
-            for group, (start, end, waited) in spans.items():
-                times[group].append((end - start - waited) / 1e9)
+            _add_times(times, spans)
             if phase == "decode" and rows == 1:
                 edges = sorted(spans.values())
                 gaps += [
                     max(0.0, (later[0] - earlier[1]) / 1e9) for earlier, later in pairwise(edges)
                 ]
                 outside.append((ended - began - (edges[-1][1] - edges[0][0])) / 1e9)
+        if copied_times:
+            save = _saved_s_per_byte(cut, copied.expanded, times, copied_times)
         alike: dict[tuple[Any, ...], list[float]] = defaultdict(list)
         for number, seconds in times.items():
             group = cut.catalog.groups[number]
@@ -138,7 +152,44 @@ def _measure(engine: Engine, cut: Blueprint, threads: int, brief: bool) -> dict[
         "dram_bytes_per_s": nbytes / single[0] if single and single[0] > 0 else None,
         "instruction_s": statistics.median(gaps) if gaps else None,
         "step_s": statistics.median(outside) if outside else None,
+        "copies_save_s_per_byte": save,
     }
+
+
+def _without_copies(engine: Engine) -> Placement:
+    """Make the engine run under its placement without expanded copies; those stay, for later."""
+    copied = engine.placement
+    plain = replace(copied, placement_id=engine.crew.newest_id + 1, expanded=(), expanded_nbytes=0)
+    for answer in engine.crew.publish(plain):
+        answer.pending.result()
+    engine.crew.switch(plain)
+    return plain
+
+
+def _add_times(times: dict[int, list[float]], spans: dict[int, tuple[int, int, int]]) -> None:
+    for group, (start, end, waited) in spans.items():
+        times[group].append((end - start - waited) / 1e9)
+
+
+def _saved_s_per_byte(
+    cut: Blueprint,
+    copies: Sequence[int],
+    plain: dict[int, list[float]],
+    copied: dict[int, list[float]],
+) -> float:
+    """Seconds by which expanded copies shorten the groups that have some, per byte of copy.
+
+    A difference of whole steps, not the time of expanding alone: a copy has up to four times the
+    bytes, which have to come from DRAM.
+    """
+    catalog = cut.catalog
+    names = {catalog.blocks[index].group for index in copies}
+    saved_s = sum(
+        statistics.median(plain[number]) - statistics.median(copied[number])
+        for number, group in enumerate(catalog.groups)
+        if group.name in names
+    )
+    return max(0.0, saved_s / sum(catalog.blocks[index].expanded_nbytes for index in copies))
 
 
 def _step(rows: int, tokens: int, phase: Phase, repeat: int, vocab: int) -> StepPlan:

@@ -44,6 +44,7 @@ def first_placement(spec: ServiceSpec, blueprint: Blueprint, cost: CostModel) ->
         context=spec.options.context,
         max_batch=spec.options.max_batch,
         num_slots=spec.settings.num_slots,
+        expand=spec.settings.expand,
     )
     return place(blueprint.catalog, request, cost)
 

@@ -122,6 +122,11 @@ class ScratchPlan:
         return sum(whole_pages(getattr(self, name)) for name in SHARED_BUFFERS)
 
 
+def is_in_place(source: Rows, compute: str) -> bool:
+    """Whether torch multiplies with a block as it lies, for this layout of the compute type."""
+    return source.layout == compute and not source.offset % LAYOUTS[compute].block_nbytes
+
+
 def plan_scratch(
     config: DecoderConfig,
     sources: Sequence[Rows],
@@ -139,18 +144,15 @@ def plan_scratch(
     expert = config.moe.inner if config.moe else 0
     widest = max(config.hidden_size, inner, expert, heads_width)
     grouped = config.num_heads // config.num_kv_heads
-
-    def is_in_place(source: Rows) -> bool:
-        return source.layout == LAYOUT_OF[dtype] and not source.offset % element
-
-    in_place = [source.num_rows for source in sources if is_in_place(source)]
+    compute = LAYOUT_OF[dtype]
+    in_place = [source.num_rows for source in sources if is_in_place(source, compute)]
     expanded = [
         min(source.num_rows, PANEL_ROWS)
         * LAYOUTS[source.layout].block_elements
         * (source.row_nbytes // LAYOUTS[source.layout].block_nbytes)
         * element
         for source in sources
-        if not is_in_place(source)
+        if not is_in_place(source, compute)
     ]
     if not chunk >= 1:
         raise ValueError(f"prefill_chunk must be at least 1; got {chunk}")

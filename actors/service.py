@@ -183,6 +183,7 @@ class Service:
             dram_contended_bytes_per_s=contended,
             instruction_s=alone["instruction_s"],
             step_s=alone["step_s"],
+            copies_save_s_per_byte=alone["copies_save_s_per_byte"],
         )
         try:
             write_text(path, profile.to_json())
@@ -404,6 +405,7 @@ class Service:
                     "disk": streamed,
                 },
                 "arena_nbytes": placement.total_nbytes,
+                "expanded_nbytes": placement.expanded_nbytes,
                 "ram_budget": placement.ram,
             },
             "lanes": lanes,

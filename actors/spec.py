@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from shadowlane.ops.table import FEW_ROWS
+from shadowlane.planner.placement import Expand
 
 PREFILL_CHUNK = 512
 SPIN_US = 50  # a spin shorter than a wake-up puts both sides of a barrier to sleep in turn
@@ -53,10 +54,12 @@ class EngineSettings:
     direct: bool = True
     prefetch: bool = True
     num_slots: int | None = None
+    expand: Expand = "never"  # copies of packed weights in the compute type, for prefill
     replan: bool = True  # False: the first plan stays, whatever is measured
     shares: tuple[float, ...] | None = None  # rows of each compute lane, any scale; None: planned
     trace_routing: Path | None = None  # of a mixture: write what its routers choose to this file
     replay_routing: Path | None = None  # ... and let them choose what this file says
+    expert_policy: str | None = None  # a name of POLICIES that stays; None: they compete
     spin_us: int = (
         SPIN_US  # what a wait may spin before it sleeps, until the planner says otherwise
     )

@@ -63,13 +63,17 @@ def product(
     cols: int,
     out: int,
     scratch: int,
+    expanded: int,
 ) -> bool:
     """The chunk times rows of a block from address `weights`, [count, rows] of the compute type.
 
+    expanded: address of the same rows as `expand_tile` makes them, 0 where there is no such copy.
     False: torch refused.
     """
     layout = geometry[t.COMPUTE_LAYOUT]
-    if not is_in_place(geometry, block, weights):
+    if expanded != 0:
+        weights = expanded
+    elif not is_in_place(geometry, block, weights):
         source, weights = weights, scratch + geometry[t.SCRATCH_TILE]
         expand_tile(block, source, rows, cols, layout, weights, scratch)
     words = scratch + geometry[t.SCRATCH_WORDS]
@@ -125,11 +129,13 @@ def multiply_chunk(
         others = products + count * rows * nbytes
         place = gate_at + first * gate[t.ROW_NBYTES]
         if not product(
-            geometry, aten, gate, place, rows, gathered, count, hidden, products, scratch
+            geometry, aten, gate, place, rows, gathered, count, hidden, products, scratch, 0
         ):
             return False
         place = up_at + first * up[t.ROW_NBYTES]
-        if not product(geometry, aten, up, place, rows, gathered, count, hidden, others, scratch):
+        if not product(
+            geometry, aten, up, place, rows, gathered, count, hidden, others, scratch, 0
+        ):
             return False
         out = activated + first * nbytes
         gate_bias = expert_bias(base, row, expert, GATE, inner, first)
@@ -155,7 +161,7 @@ def multiply_chunk(
         place = down_at + first * down[t.ROW_NBYTES]
         bias = expert_bias(base, row, expert, DOWN, hidden, first)
         if not product(
-            geometry, aten, down, place, rows, activated, count, inner, products, scratch
+            geometry, aten, down, place, rows, activated, count, inner, products, scratch, 0
         ):
             return False
         for index in range(count):

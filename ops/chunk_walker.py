@@ -111,6 +111,15 @@ def chunk_input(base: int, geometry: Any, row: Any, record: int, scratch: int) -
 
 
 @njit
+def expanded_rows(base: int, geometry: Any, block: Any, first: int, cols: int) -> int:
+    """Address of a block's rows from `first` in its expanded copy; 0: it has none."""
+    if block[t.EXPANDED] < 0:
+        return 0
+    nbytes = element_nbytes(geometry[t.COMPUTE_LAYOUT])
+    return base + block[t.EXPANDED] + first * cols * nbytes
+
+
+@njit
 def tile_item(
     base: int,
     geometry: Any,
@@ -125,7 +134,8 @@ def tile_item(
     """A tile times the chunk, into its columns of the output. False: torch refused.
 
     What has to be expanded first goes in panels of PANEL_ROWS, which stay in the cache from one to
-    the other.
+    the other. What has been expanded, once for all chunks, goes in the same panels: a product cut
+    otherwise may round otherwise.
     """
     layout = geometry[t.COMPUTE_LAYOUT]
     count = load64(record + 8 * t.NUM_PREFILL)
@@ -145,7 +155,8 @@ def tile_item(
         rows, first = min(panel, num_rows - at), item[t.FIRST_ROW] + at
         bias = base + row[t.BIAS] + 4 * first if row[t.BIAS] >= 0 else 0
         place = weights + at * block[t.ROW_NBYTES]
-        if not product(geometry, aten, block, place, rows, x, count, cols, products, scratch):
+        copy = expanded_rows(base, geometry, block, at, cols)
+        if not product(geometry, aten, block, place, rows, x, count, cols, products, scratch, copy):
             return False
         if row[t.KIND] != t.GATE_UP:
             out = base + row[t.OUTPUT] + 4 * (load64(record + 8 * t.NUM_DECODE) * total + first)
@@ -157,7 +168,8 @@ def tile_item(
                 finish_tile(products, layout, count, rows, bias, row[t.EPILOGUE], out, total * 4)
             continue
         place = others + at * second[t.ROW_NBYTES]
-        if not product(geometry, aten, second, place, rows, x, count, cols, up, scratch):
+        copy = expanded_rows(base, geometry, second, at, cols)
+        if not product(geometry, aten, second, place, rows, x, count, cols, up, scratch, copy):
             return False
         activate_tile(
             base,

@@ -96,7 +96,8 @@ LAYOUT: Final = 6
 OPERATOR: Final = 7  # code address: rows of this layout times float32 inputs
 EXPAND: Final = 8  # code address: one row to float32
 IS_PACKED: Final = 9  # 1: the operator takes quantised inputs, see `packed.py`
-BLOCK_COLUMNS: Final = 10
+EXPANDED: Final = 10  # offset of a copy in the compute type, rows close together; -1: none
+BLOCK_COLUMNS: Final = 11
 
 # geometry[...]
 (

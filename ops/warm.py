@@ -50,11 +50,14 @@ def decode_kernels() -> Kernels:
 
 
 def prefill_kernels() -> Kernels:
-    """What a prefill step calls: one function too."""
-    from shadowlane.ops import chunk_walker
+    """What a prefill step calls, one function too; and what makes copies that it may read."""
+    from shadowlane.ops import chunk_kernels, chunk_walker
 
     signature = (I64, ROW, ROW, TABLE, TABLE, TABLE, I64, I64, I64, I64)
-    return ((chunk_walker.walk_chunk, signature),)
+    return (
+        (chunk_walker.walk_chunk, signature),
+        (chunk_kernels.expand_tile, (ROW, I64, I64, I64, I64, I64, I64)),
+    )
 
 
 def warm_counters() -> None:

@@ -21,6 +21,7 @@ class Block:
     held_nbytes: int  # bytes it occupies in a tier and costs to read: the enclosing 4 KiB range
     first_unit: int  # it serves the units [first_unit, last_unit) of its group; the blocks of two
     last_unit: int  # parts that are used together (gate, up) may serve the same units
+    expanded_nbytes: int = 0  # whole pages of a copy in the compute type, for prefill; 0: no use
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,9 +88,22 @@ class CostModel:
         """The same profile under these multipliers (they replace, not multiply, the old ones)."""
         return CostModel(self.profile, drift, self.depth)
 
+    @property
+    def measured_chunk(self) -> int | None:
+        """Rows of the largest chunk of a prompt that was measured."""
+        chunks = (figure.rows for figure in self._known.groups if figure.phase == "prefill")
+        return max(chunks, default=None)
+
+    @property
+    def copies_save_s_per_byte(self) -> float | None:
+        """What a chunk gains per byte of expanded copies on one lane; None: unmeasured."""
+        return self._known.copies_save_s_per_byte
+
     def unmeasured(self, catalog: Catalog, lanes: Iterable[LaneSpec]) -> tuple[str, ...]:
         """What a prediction for this model has to assume, by name, each once."""
         missing = list(self.profile.unmeasured) if self.profile else ["everything"]
+        if not any(block.expanded_nbytes for block in catalog.blocks):
+            missing = [each for each in missing if each != "copies_save_s_per_byte"]
         if self.profile:
             for group in catalog.groups:
                 for lane in lanes:

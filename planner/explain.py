@@ -7,6 +7,7 @@ from typing import Any
 from shadowlane.planner.bounds import bounds
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.cost import CostModel, Workload
+from shadowlane.planner.expanded import predicted_gain, why
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.simulate import simulate
 
@@ -26,9 +27,11 @@ WHY = {
 def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict[str, Any]:
     """JSON-able. Bytes are exact; seconds are predicted, `measured` says from what."""
     decode = simulate(catalog, placement, cost)
-    # A prompt's chunk; its mean row attends to half of it.
-    chunk = Workload("prefill", PREFILL_ROWS, PREFILL_ROWS // 2)
-    prefill = simulate(catalog, placement, cost, workload=chunk)
+    # A prompt's chunk, of the size that was measured; its mean row attends to half of it.
+    chunk_rows = cost.measured_chunk or PREFILL_ROWS
+    chunk = Workload("prefill", chunk_rows, max(1, chunk_rows // 2))
+    gain = predicted_gain(catalog, placement, cost)
+    prefill_s = simulate(catalog, placement, cost, workload=chunk).step_s * (1 - (gain or 0.0))
     least = bounds(catalog, placement, cost)
     shares_of_step = {
         lane: round(100 * min(1.0, busy / decode.step_s), 1) if decode.step_s else 0.0
@@ -49,6 +52,7 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
             "kv": placement.kv_nbytes,
             "scratch": placement.scratch_nbytes,
             "constants": placement.constants_nbytes,
+            "expanded": placement.expanded_nbytes,
             "total": placement.total_nbytes,
         },
         "tiers": {
@@ -65,13 +69,14 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
             "decode_step_s": decode.step_s,
             "decode_tok_per_s": 1 / decode.step_s if decode.step_s else None,
             "first_step_s": decode.first_step_s,
-            "prefill_tok_per_s": PREFILL_ROWS / prefill.step_s if prefill.step_s else None,
+            "prefill_tok_per_s": chunk_rows / prefill_s if prefill_s else None,
             "bottleneck": decode.bottleneck,
             "busy_pct": shares_of_step,
             "resource_bound_s": least.resource_s,
             "resource": least.resource,
             "critical_path_bound_s": least.critical_path_s,
         },
+        "copies": why(placement, gain),
         "groups": [_row(catalog, placement, group) for group in catalog.groups],
         "notes": list(placement.notes),
     }

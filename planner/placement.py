@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 DISK_LANE = "disk:0"
 MIN_SLOTS = 4  # two being read, two being consumed (a gate and an up block)
@@ -15,6 +15,10 @@ PAGE_NBYTES = 4096
 
 # Tiers served today. `vram:<n>` joins them with the GPU lanes; a pin names one of these.
 Tier = Literal["disk", "ram"]
+
+# Copies of packed weights in the compute type, which prefill reads in place of expanding them:
+# none; in RAM that is left over, if prompts gain enough; as many as fit, whatever they gain.
+Expand = Literal["never", "spare", "always"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Request:
     max_batch: int = 1  # sequences that may run at the same time
     num_slots: int | None = None
     pins: Mapping[str, Tier] = field(default_factory=dict)  # pattern of group names -> tier
+    expand: Expand = "never"
 
     def __post_init__(self) -> None:
         if self.ram < 1:
@@ -59,6 +64,10 @@ class Request:
         for pattern, tier in self.pins.items():
             if tier not in ("disk", "ram"):
                 raise ValueError(f"pin {pattern!r} must name disk or ram; got {tier!r}")
+        if self.expand not in get_args(Expand):
+            raise ValueError(
+                f"expand must be one of {', '.join(get_args(Expand))}; got {self.expand!r}"
+            )
 
 
 class Share(NamedTuple):
@@ -94,6 +103,8 @@ class Placement:
     notes: tuple[str, ...] = ()  # what was decided for the user and why
     expert_slots: int = 0  # routed experts of a mixture that RAM has room for
     experts_nbytes: int = 0  # of these slots
+    expanded: tuple[int, ...] = ()  # blocks with a copy in the compute type, by rising index
+    expanded_nbytes: int = 0  # of these copies
 
     @property
     def total_nbytes(self) -> int:
@@ -105,6 +116,7 @@ class Placement:
             + self.kv_nbytes
             + self.scratch_nbytes
             + self.constants_nbytes
+            + self.expanded_nbytes
         )
 
     @property

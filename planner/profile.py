@@ -56,6 +56,9 @@ class Profile:
     instruction_s: float | None = None  # fixed cost of an instruction: waits met, counter written
     step_s: float | None = None  # fixed cost of a step: sampling, filling, waking
     gather_s: float | None = None  # one embedding row that is not resident
+    # What a chunk gains per byte of expanded copies, all threads of a lane together: the time of
+    # expanding, less what reading the larger copy takes. 0: nothing.
+    copies_save_s_per_byte: float | None = None
     version: int = PROFILE_VERSION
 
     def to_json(self) -> str:
@@ -81,7 +84,8 @@ class Profile:
         missing = [
             each.name
             for each in fields(self)
-            if each.name not in ("hardware", "model", "version") and not getattr(self, each.name)
+            if each.name not in ("hardware", "model", "version")
+            and getattr(self, each.name) in (None, ())
         ]
         if self.disk and all(each.contended_bytes_per_s is None for each in self.disk):
             missing.append("disk.contended_bytes_per_s")

@@ -31,13 +31,15 @@ def plan_again(
     if len(held) == len(request.lanes) and not any(held.values()):
         held = {}  # those that carried the load are gone: no reason is left to spare the others
     asked = replace(request, context=now.placement.context_tokens)
+    copies = now.placement.expanded
     # The ring that is there stays as it is, where the budget allows that.
     same_ring = replace(asked, num_slots=now.placement.num_slots or asked.num_slots)
     current = None if anew else now.placement
+    weights = held or None
     try:
-        best = place(catalog, same_ring, cost, weights=held or None, current=current)
+        best = place(catalog, same_ring, cost, weights=weights, current=current, copies=copies)
     except InfeasiblePlan:
-        best = place(catalog, asked, cost, weights=held or None, current=current)
+        best = place(catalog, asked, cost, weights=weights, current=current, copies=copies)
     kept = tuple(note for note in now.placement.notes if note.startswith("context "))
     notes = tuple(dict.fromkeys(kept + best.notes))
     option = Option.as_placed(f"re-plan ({best.strategy})", replace(best, notes=notes))

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.context import choose_context
 from shadowlane.planner.cost import CostModel, CostTable
+from shadowlane.planner.expanded import with_copies
 from shadowlane.planner.hit_rate import missing_nbytes
 from shadowlane.planner.placement import (
     MIN_SLOTS,
@@ -62,6 +63,7 @@ def place(
     placement_id: int = 0,
     weights: Mapping[str, float] | None = None,
     current: Placement | None = None,
+    copies: Sequence[int] | None = None,
 ) -> Placement:
     """The best placement found for `request`.
 
@@ -69,6 +71,7 @@ def place(
     planner may leave a lane out. A lane of weight 0 gets nothing.
     current: what runs now. Then as little as possible moves: what is resident stays where the
     budget allows that, and where it does not, nothing else becomes resident instead.
+    copies: blocks of which there are expanded copies, to be kept or dropped; None: to be chosen.
 
     Raises InfeasiblePlan naming each part of the sum, ValueError for a pin that matches no group.
     """
@@ -155,6 +158,7 @@ def place(
         expert_slots=expert_slots,
         experts_nbytes=experts_nbytes,
     )
+    placement = with_copies(catalog, request, placement, cost, copies)
     assert placement.total_nbytes <= request.ram, placement
     return placement
 

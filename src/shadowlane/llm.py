@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shadowlane.actors.cluster import Cluster
     from shadowlane.actors.spec import Chunk, DataType, KvType, ServiceSpec
     from shadowlane.ops.pack import PackLayout
+    from shadowlane.planner.placement import Expand
 
 Progress = Callable[[str, float | None], None]
 Message = Mapping[str, str]
@@ -64,11 +65,14 @@ class LLM:
     refused; None: up to 4096, less where RAM is short. max_batch: requests that may share a step.
     logit_rows: rows that `logits` gets per step (more cost scratch). progress: told the stage.
     weights: "q8_0", "q4_0" or "q4_1" runs a safetensors model from a packed copy in the cache,
-    which is written first where there is none yet. trace_routing: a file to which the experts that
-    a mixture's routers choose are written; see `shadowlane simulate`.
+    which is written first where there is none yet. expand: also hold packed weights in the compute
+    type, which makes prompts faster. True: as many as fit; False: none; None: in what is left of
+    the budget that `ram` names, where that is measured to pay. trace_routing: a file to which the
+    experts that a mixture's routers choose are written; see `shadowlane simulate`.
     For experiments (the planner chooses otherwise): replan=False keeps the first plan, shares fixes
     the rows of each compute lane, spin_us is how long a wait spins before it sleeps,
-    replay_routing makes routers choose what such a file says (what is written then means nothing).
+    replay_routing makes routers choose what such a file says (what is written then means nothing),
+    expert_policy ("lru/layer", ...) keeps a mixture's experts by one policy.
 
     Joins a running Ray cluster, or starts one of its own for as long as it lives.
     Raises ValueError, shadowlane.ops.errors.ModelError or OSError, each with one line that says
@@ -89,6 +93,7 @@ class LLM:
         logit_rows: int | None = None,
         weights: PackLayout | None = None,
         kv: KvType | None = None,
+        expand: bool | None = None,
         prefetch: bool = True,
         direct_io: bool = True,
         replan: bool = True,
@@ -96,6 +101,7 @@ class LLM:
         spin_us: int | None = None,
         trace_routing: str | Path | None = None,
         replay_routing: str | Path | None = None,
+        expert_policy: str | None = None,
         dashboard: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -117,6 +123,7 @@ class LLM:
             prefill_chunk=prefill_chunk,
             logit_rows=logit_rows,
             kv=kv,
+            expand=expand,
             prefetch=prefetch,
             direct_io=direct_io,
             replan=replan,
@@ -124,6 +131,7 @@ class LLM:
             spin_us=spin_us,
             trace_routing=trace_routing,
             replay_routing=replay_routing,
+            expert_policy=expert_policy,
         )
         from shadowlane.actors.cluster import is_joined, join_cluster, running_address
 
@@ -321,6 +329,7 @@ def make_spec(
     prefill_chunk: int | None = None,
     logit_rows: int | None = None,
     kv: KvType | None = None,
+    expand: bool | None = None,
     prefetch: bool = True,
     direct_io: bool = True,
     replan: bool = True,
@@ -328,11 +337,13 @@ def make_spec(
     spin_us: int | None = None,
     trace_routing: str | Path | None = None,
     replay_routing: str | Path | None = None,
+    expert_policy: str | None = None,
 ) -> ServiceSpec:
     """What is to be served, with every default decided. Reads nothing of the model."""
     from shadowlane.actors.machine import assign_cores
     from shadowlane.actors.spec import PREFILL_CHUNK, SPIN_US, EngineSettings, Options, ServiceSpec
     from shadowlane.ops.table import FEW_ROWS
+    from shadowlane.planner.experts import policy_named
 
     threads = None if cpu_threads is None else whole_number("cpu_threads", cpu_threads, 1)
     cores, notes = assign_cores(threads, whole_number("cpu_workers", cpu_workers, 1))
@@ -341,9 +352,7 @@ def make_spec(
         kv=None if kv is None else one_of("kv", kv, KV_NAMES),
         context=None if ctx_size is None else whole_number("ctx_size", ctx_size, 1),
         max_batch=whole_number("max_batch", max_batch, 1, FEW_ROWS),
-        logit_rows=FEW_ROWS
-        if logit_rows is None
-        else whole_number("logit_rows", logit_rows, 1),
+        logit_rows=FEW_ROWS if logit_rows is None else whole_number("logit_rows", logit_rows, 1),
         prefill_chunk=PREFILL_CHUNK
         if prefill_chunk is None
         else whole_number("prefill_chunk", prefill_chunk, 1),
@@ -351,6 +360,7 @@ def make_spec(
     settings = EngineSettings(
         ram=free_ram().budget_nbytes if ram is None else parse_size(ram, "ram"),
         cores=tuple(cores),
+        expand=_expand(expand, is_budget_named=ram is not None),
         direct=switch("direct_io", direct_io),
         prefetch=switch("prefetch", prefetch),
         replan=switch("replan", replan),
@@ -358,8 +368,20 @@ def make_spec(
         spin_us=SPIN_US if spin_us is None else whole_number("spin_us", spin_us, 0, MAX_SPIN_US),
         trace_routing=None if trace_routing is None else Path(trace_routing).absolute(),
         replay_routing=None if replay_routing is None else Path(replay_routing).absolute(),
+        expert_policy=None if expert_policy is None else policy_named(expert_policy).name,
     )
     return ServiceSpec(path.absolute(), options, settings, notes)
+
+
+def _expand(asked: bool | None, *, is_budget_named: bool) -> Expand:
+    """Whether packed weights get expanded copies.
+
+    Unasked only from a budget that somebody named, and so has given away: the automatic one is all
+    that is free, which other programs may want.
+    """
+    if asked is None:
+        return "spare" if is_budget_named else "never"
+    return "always" if switch("expand", asked) else "never"
 
 
 def check_spec(spec: ServiceSpec) -> None:

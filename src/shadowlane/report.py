@@ -175,6 +175,7 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
     experts = ""
     if parts.get("experts"):
         experts = f"{plan['expert_slots']} experts {size(parts['experts'])}, "
+    copies = f"expanded copies {size(parts['expanded'])}, " if parts.get("expanded") else ""
     slots = f"ring of {plan['num_slots']} slots {size(parts['slots'])}, " if parts["slots"] else ""
     return [
         ("strategy", f"{plan['strategy']}: {plan['why']}"),
@@ -183,8 +184,10 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
             "in RAM",
             f"weights {size(parts['weights'])}, {experts}"
             f"KV cache {size(parts['kv'])} for {plan['context_tokens']} tokens, "
-            f"{slots}scratch {size(parts['scratch'])}, constants {size(parts['constants'])}",
+            f"{copies}{slots}scratch {size(parts['scratch'])}, "
+            f"constants {size(parts['constants'])}",
         ),
+        *([("copies", plan["copies"])] if parts.get("expanded") else []),
         (
             "on disk",
             f"weights {size(plan['tiers']['disk'])}; "

@@ -108,6 +108,7 @@ def test_a_profile_survives_json() -> None:
         "instruction_s",
         "step_s",
         "gather_s",
+        "copies_save_s_per_byte",
     )
 
 

@@ -67,6 +67,7 @@ def bench(
     replay_routing: options.ReplayRouting = None,
     dtype: options.DtypeOption = None,
     kv: options.Kv = None,
+    expand: options.Expand = None,
     weights: options.Weights = None,
 ) -> None:
     """Measure tokens per second, mean ± standard deviation, after one uncounted repetition.
@@ -76,7 +77,7 @@ def bench(
     is as long as the longer of the two needs, unless --ctx-size says more.
     """
     engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv
+        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv, expand
     )
     if prompt_tokens == 0 and decode_tokens == 0:
         raise ValueError("one of -pp and -tg must be above 0; got 0 and 0")

@@ -40,6 +40,7 @@ def chat(
     cpu_workers: options.CpuWorkers = 1,
     dtype: options.DtypeOption = None,
     kv: options.Kv = None,
+    expand: options.Expand = None,
     weights: options.Weights = None,
     temp: options.Temperature = None,
     top_k: options.TopK = None,
@@ -54,7 +55,7 @@ def chat(
     Ctrl-C stops the answer and keeps the conversation. /clear forgets it, /exit leaves.
     """
     engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv
+        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv, expand
     )
     params = options.sampling_params(
         max_tokens,

@@ -25,7 +25,7 @@ ENVIRONMENT_NOTE = (
 
 def option(*names: str, help: str, **settings: Any) -> Any:
     """A typer option whose environment variable follows from its long name."""
-    long_name = max(names, key=len)
+    long_name = max((name.split("/")[0] for name in names), key=len)  # --this/--no-this is one
     variable = "SHADOWLANE_" + long_name.lstrip("-").replace("-", "_").upper()
     return typer.Option(*names, help=help, envvar=variable, show_envvar=False, **settings)
 
@@ -129,6 +129,15 @@ Kv = Annotated[
         **choice(*KV_NAMES),
         help="Cache keys and values in 8 bits: half the memory of bfloat16 and half the bytes "
         "that long contexts read. Default: the compute type.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+Expand = Annotated[
+    bool | None,
+    option(
+        "--expand/--no-expand",
+        help="Copies of packed weights in the compute type, which make prompts faster, in RAM that "
+        "is left over: as many as fit, or none. Default: if --ram leaves room and it pays.",
         rich_help_panel=_MEMORY,
     ),
 ]
@@ -295,6 +304,7 @@ class EngineOptions:
     ctx_size: int | None = None
     weights: str | None = None
     kv: str | None = None
+    expand: bool | None = None
 
     def __post_init__(self) -> None:
         from shadowlane.actors.machine import assign_cores
@@ -318,6 +328,7 @@ class EngineOptions:
             "ctx_size": self.ctx_size,
             "weights": self.weights,
             "kv": self.kv,
+            "expand": self.expand,
         }
 
     def open(

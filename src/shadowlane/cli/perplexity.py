@@ -34,6 +34,7 @@ def perplexity(
     cpu_workers: options.CpuWorkers = 1,
     dtype: options.DtypeOption = None,
     kv: options.Kv = None,
+    expand: options.Expand = None,
     weights: options.Weights = None,
 ) -> None:
     """Measure how well a model predicts a text; lower is better, 1 is perfect.
@@ -47,7 +48,7 @@ def perplexity(
     window = WINDOW_TOKENS if ctx_size is None else ctx_size
     check_window(window)
     engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, window, weights, kv
+        ram, gpu_memory, cpu_threads, cpu_workers, dtype, window, weights, kv, expand
     )
     if file is None:
         raise ValueError("a text is needed: -f FILE")

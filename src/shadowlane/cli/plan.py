@@ -33,6 +33,7 @@ def plan(
     cpu_workers: options.CpuWorkers = 1,
     dtype: options.DtypeOption = None,
     kv: options.Kv = None,
+    expand: options.Expand = None,
     weights: options.Weights = None,
 ) -> None:
     """Show where each part of a model would go and why. Reads file headers, no weights.
@@ -41,7 +42,7 @@ def plan(
     not there yet. Ends with exit code 2, naming what is short and by how much, if nothing fits.
     """
     engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv
+        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv, expand
     )
     with Stages() as stages:
         path = resolve_model(model, stages)

@@ -53,6 +53,7 @@ def run(
     trace_routing: options.TraceRouting = None,
     dtype: options.DtypeOption = None,
     kv: options.Kv = None,
+    expand: options.Expand = None,
     weights: options.Weights = None,
     temp: options.Temperature = None,
     top_k: options.TopK = None,
@@ -68,7 +69,7 @@ def run(
     a chat template get it as a user's message; --raw continues it as it is.
     """
     engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv
+        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv, expand
     )
     params = options.sampling_params(
         max_tokens,
