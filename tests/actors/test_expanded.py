@@ -261,7 +261,7 @@ def test_copies_survive_the_lane(model: Path, expected: np.ndarray) -> None:
 
 
 def fail_a_lane(engine: InProcess) -> None:
-    """End the loop of a lane while a request runs; who asks next is served by lanes that are back."""
+    """End the loop of a lane while a request runs; who asks next is served once it is back."""
     sequence = engine.submit(PROMPT, max_tokens=80)
     sequence.outputs.get(timeout=PATIENCE_S)
     engine.engine.crew.cpus[1].kill()
