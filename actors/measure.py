@@ -179,7 +179,7 @@ def _saved_s_per_byte(
 ) -> float:
     """Seconds by which expanded copies shorten the groups that have some, per byte of copy.
 
-    A difference of whole steps, not the time of expanding alone: a copy has up to four times the
+    A difference of whole steps, not the time of expanding alone: a copy has several times the
     bytes, which have to come from DRAM.
     """
     catalog = cut.catalog

@@ -1,7 +1,7 @@
 """Expanded copies: RAM that is left over, given to packed weights in the compute type for prompts.
 
 A prompt's chunk is multiplied by torch, for which packed weights are expanded, a panel at a time
-and in every chunk. A copy spares that. It takes up to four times the bytes of the weights and
+and in every chunk. A copy spares that. It takes several times the bytes of the weights and
 helps prompts alone: decode goes on reading the packed blocks. So copies come last, when everything
 is in RAM, and no re-plan makes new ones.
 """
@@ -75,8 +75,8 @@ def predicted_gain(catalog: Catalog, placement: Placement, cost: CostModel) -> f
 def why(placement: Placement, gain: float | None) -> str:
     """What the copies are good for, in words."""
     if not placement.expanded:
-        return "no expanded copies"
-    what = "expanded copies of packed weights, for prompts"
+        return "no packed weights have a copy in the compute type"
+    what = "copies of packed weights in the compute type, which only prompts read"
     return what if gain is None else f"{what}: predicted to take {gain:.0%} off their time"
 
 

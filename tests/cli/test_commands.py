@@ -70,6 +70,7 @@ def test_every_option_reaches_the_engine(
         *("run", model_dir, "-p", "x", "--ram", "1.5GB", "--gpu-memory", "0", "--ctx-size", 256),
         *("--cpu-threads", 3, "--cpu-workers", 2, "--dtype", "bfloat16", "--no-prefetch"),
         *("--kv", "q8_0"),
+        "--no-expand",
         *("--weights", "q4_1"),
         *("-n", 3, "--temp", 0.5, "--top-k", 5, "--top-p", 0.9, "--min-p", 0.1),
         *("--repeat-penalty", 1.1, "--seed", 7, "--stop", "a b", "--stop", "c"),
@@ -84,7 +85,9 @@ def test_every_option_reaches_the_engine(
         "kv": "q8_0",
         "ctx_size": 256,
         "weights": "q4_1",
+        "expand": False,
         "prefetch": False,
+        "trace_routing": None,
     }
     params = engine.requests[0][2]
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 5, 0.9, 0.1)

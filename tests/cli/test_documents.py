@@ -46,7 +46,7 @@ def test_each_option_is_documented_and_has_its_variable(
 
 
 def test_documents_name_no_flag_and_no_command_that_is_not_there() -> None:
-    flags = {flag for _, parameter in OPTIONS for flag in parameter.opts}
+    flags = {flag for _, each in OPTIONS for flag in (*each.opts, *each.secondary_opts)}
     flags |= {"--help", "--version", "--install-completion", "--show-completion"}
     readme, document = (ROOT / "README.md").read_text(), (ROOT / "docs" / "cli.md").read_text()
     assert set(re.findall(r"`(--?[a-z][a-z-]*)", document)) <= flags

@@ -60,6 +60,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"weights": 4}, "weights must be one of q8_0, q4_0, q4_1; got 4"),
         ({"prefetch": "no"}, "prefetch must be True or False; got 'no'"),
         ({"direct_io": 1}, "direct_io must be True or False; got 1"),
+        ({"expand": "spare"}, "expand must be True or False; got 'spare'"),
         ({"replan": None}, "replan must be True or False; got None"),
         ({"dashboard": "yes"}, "dashboard must be True or False; got 'yes'"),
         ({"model": None}, "model must be a known name, .*; got None"),
@@ -83,6 +84,23 @@ def test_whole_numbers_may_be_those_of_numpy() -> None:
     assert (type(spec.options.context), type(spec.settings.ram)) == (int, int)
     assert sum(map(len, spec.settings.cores)) == 2
     assert make_spec(Path("x"), shares=np.array([3.0])).settings.shares == (3.0,)
+
+
+@pytest.mark.parametrize(
+    ("options", "expand"),
+    [
+        ({}, "never"),  # all that is free was not given to us to be used up
+        ({"ram": "6GiB"}, "spare"),
+        ({"expand": True}, "always"),
+        ({"ram": "6GiB", "expand": True}, "always"),
+        ({"expand": False}, "never"),
+        ({"ram": "6GiB", "expand": False}, "never"),
+    ],
+)
+def test_copies_are_made_unasked_in_a_named_budget_alone(
+    options: dict[str, Any], expand: str
+) -> None:
+    assert make_spec(Path("x"), **options).settings.expand == expand
 
 
 @pytest.mark.parametrize(
