@@ -178,12 +178,15 @@ class DiskLane:
         todo = sorted(homes.items(), key=lambda each: self._key(each[0]))
         self._load_all([partial(load_block, block, home) for block, home in todo])
 
-    def load_experts(self, heat: Heat | None) -> None:
-        """Fill the slots of a mixture's experts, by what earlier runs chose. Raises like `load`."""
+    def load_experts(self, heat: Heat | None, policy: str | None = None) -> None:
+        """Fill the slots of a mixture's experts, by what earlier runs chose.
+
+        policy: the name of the one that stays in force. Raises like `load`, and ValueError for a
+        name that no policy has.
+        """
         experts = self._experts
         assert experts is not None, "a dense model has no experts to load"
-        if heat is not None:
-            experts.remember(heat)
+        experts.begin(heat, policy)
         first_span = len(self._blueprint.sources)
 
         def load_expert(

@@ -23,7 +23,7 @@ from shadowlane.ops import table as t
 from shadowlane.ops.atomics import counter_value, publish, wait_counter
 from shadowlane.ops.routes import SLOT_MASK, compare_swap
 from shadowlane.planner.chooser import Chooser
-from shadowlane.planner.experts import POLICIES, ExpertCache
+from shadowlane.planner.experts import MIXTURE, POLICIES, ExpertCache, policy_named
 from shadowlane.planner.heat import Heat
 from shadowlane.planner.look_ahead import LookAhead, LookAheadSettings
 
@@ -167,18 +167,28 @@ class ExpertReader:
     def cache(self) -> ExpertCache:
         return self._cache
 
-    def _make_cache(self) -> None:
+    def _make_cache(self, policy: str | None = None) -> None:
+        rivals = POLICIES if policy is None else (policy_named(policy),)
+        current = MIXTURE if policy is None else rivals[0]
         shape = (self._num_layers, self._per_layer)
-        self._cache = ExpertCache(*shape, self._num_slots, heat=self._heat)
-        self._chooser = Chooser(*shape, self._top_k, self._num_slots, heat=self._heat)
+        self._cache = ExpertCache(*shape, self._num_slots, current, heat=self._heat)
+        self._chooser = Chooser(
+            *shape,
+            self._top_k,
+            self._num_slots,
+            policies=rivals,
+            current=current,
+            heat=self._heat,
+        )
 
     # -- from run to run
 
-    def remember(self, heat: Heat) -> None:
-        """What earlier runs chose. Before anything is in RAM."""
-        heat.check(self._model, self._num_layers, self._per_layer)
+    def begin(self, heat: Heat | None, policy: str | None) -> None:
+        """What earlier runs chose, and the policy that stays, if one is to. Before all reads."""
+        if heat is not None:
+            heat.check(self._model, self._num_layers, self._per_layer)
         self._heat = heat
-        self._make_cache()
+        self._make_cache(policy)
 
     def heat(self) -> Heat:
         """What this run has chosen."""

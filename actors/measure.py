@@ -75,7 +75,8 @@ def _engine(cut: Blueprint, root: Path, options: Options, cores: Sequence[int], 
     )
     if catalog.experts is not None:
         needed += catalog.experts.total * catalog.experts.slot_nbytes
-    settings = EngineSettings(min(ram, needed), (tuple(cores),), expand="always")
+    # No planner beside it: it knows nothing of the placement without copies, and must not re-plan.
+    settings = EngineSettings(min(ram, needed), (tuple(cores),), expand="always", replan=False)
     engine = Engine(root, options, settings, ThreadHost(), cut)
     engine.start(None)
     return engine
@@ -97,34 +98,37 @@ def _measure(engine: Engine, cut: Blueprint, threads: int, brief: bool) -> dict[
     save: float | None = None
     for phase, rows, tokens in dict.fromkeys(work):
         times: dict[int, list[float]] = defaultdict(list)
-        copied_times: dict[int, list[float]] = defaultdict(list)  # with expanded copies, in turn
+        compares = phase == "prefill" and bool(copied.expanded)
+        busy_s: list[float] = []  # of the processor in a step, over all threads
+        copied_busy_s: list[float] = []  # the same with expanded copies, in turn
+        clock_s: list[float] = []
         # Others take a moment to begin, and what counts is how fast it is while all are at it.
         until = time.monotonic() + BRIEF_S if brief else 0.0
         repeat = -1
         while repeat < REPEATS or time.monotonic() < until:
             repeat += 1
             step = _step(rows, tokens, phase, repeat, cut.config.vocab_size)
-            if phase == "prefill" and copied.expanded:
+            if compares:
                 engine.crew.switch(copied)
-                engine.run_unheard(step)
-                if repeat > 0:
-                    _add_times(copied_times, _spans(engine, threads))
+                copied_busy_s.append(_processor_s(engine, step))
                 engine.crew.switch(plain)
             began = time.monotonic_ns()
-            engine.run_unheard(step)
+            busy_s.append(_processor_s(engine, step))
             ended = time.monotonic_ns()
             if repeat == 0:
                 continue  # warms caches, and compiles what no one has compiled yet
+            clock_s.append((ended - began) / 1e9)
             spans = _spans(engine, threads)
-            _add_times(times, spans)
+            for group, (start, end, waited) in spans.items():
+                times[group].append((end - start - waited) / 1e9)
             if phase == "decode" and rows == 1:
                 edges = sorted(spans.values())
                 gaps += [
                     max(0.0, (later[0] - earlier[1]) / 1e9) for earlier, later in pairwise(edges)
                 ]
                 outside.append((ended - began - (edges[-1][1] - edges[0][0])) / 1e9)
-        if copied_times:
-            save = _saved_s_per_byte(cut, copied.expanded, times, copied_times)
+        if compares:
+            save = _saved_s_per_byte(copied, busy_s[1:], copied_busy_s[1:], clock_s)
         alike: dict[tuple[Any, ...], list[float]] = defaultdict(list)
         for number, seconds in times.items():
             group = cut.catalog.groups[number]
@@ -166,30 +170,28 @@ def _without_copies(engine: Engine) -> Placement:
     return plain
 
 
-def _add_times(times: dict[int, list[float]], spans: dict[int, tuple[int, int, int]]) -> None:
-    for group, (start, end, waited) in spans.items():
-        times[group].append((end - start - waited) / 1e9)
-
-
 def _saved_s_per_byte(
-    cut: Blueprint,
-    copies: Sequence[int],
-    plain: dict[int, list[float]],
-    copied: dict[int, list[float]],
+    copied: Placement,
+    plain_busy_s: Sequence[float],
+    copied_busy_s: Sequence[float],
+    plain_clock_s: Sequence[float],
 ) -> float:
-    """Seconds by which expanded copies shorten the groups that have some, per byte of copy.
+    """Seconds by which expanded copies shorten a chunk, per byte of them; steps were run in pairs.
 
-    A difference of whole steps, not the time of expanding alone: a copy has several times the
-    bytes, which have to come from DRAM.
+    What is looked for is a few per cent, and whoever else runs takes more of the clock than that.
+    So the part that is spared is told from the time of the processor, in which reading a copy of
+    several times the bytes is too: a core that waits for DRAM counts as busy.
     """
-    catalog = cut.catalog
-    names = {catalog.blocks[index].group for index in copies}
-    saved_s = sum(
-        statistics.median(plain[number]) - statistics.median(copied[number])
-        for number, group in enumerate(catalog.groups)
-        if group.name in names
-    )
-    return max(0.0, saved_s / sum(catalog.blocks[index].expanded_nbytes for index in copies))
+    pairs = zip(copied_busy_s, plain_busy_s, strict=True)
+    part = 1.0 - statistics.median(copy / plain for copy, plain in pairs)
+    return max(0.0, part * statistics.median(plain_clock_s) / copied.expanded_nbytes)
+
+
+def _processor_s(engine: Engine, step: StepPlan) -> float:
+    """Run a step. Returns what it took of the processor, all threads of this process together."""
+    began = time.process_time()
+    engine.run_unheard(step)
+    return time.process_time() - began
 
 
 def _step(rows: int, tokens: int, phase: Phase, repeat: int, vocab: int) -> StepPlan:

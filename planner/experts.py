@@ -74,6 +74,15 @@ POLICIES = (
 )
 
 
+def policy_named(name: str) -> Policy:
+    """Raises ValueError for a name that none has."""
+    for policy in POLICIES:
+        if policy.name == name:
+            return policy
+    known = ", ".join(policy.name for policy in POLICIES)
+    raise ValueError(f"expert_policy must be one of {known}; got {name!r}")
+
+
 def is_on_cliff(policy: Policy, slots: int, step_experts: float) -> bool:
     """Whether it hits nothing because one step chooses more experts than there are slots.
 

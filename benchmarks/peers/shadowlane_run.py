@@ -63,6 +63,7 @@ def main() -> None:
         peak_rss_bytes=memory,
         lanes=stats.get("lanes"),
         plan=stats.get("plan"),
+        experts=stats.get("experts"),
     )
 
 

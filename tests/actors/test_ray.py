@@ -119,6 +119,28 @@ def test_a_killed_lane(llm: LLM, expected: tuple[int, ...], victim: str) -> None
     assert {name for name in after if after[name] != before[name]} == {victim}
 
 
+@pytest.mark.parametrize("victim", ["cpu:0", "disk:0"])
+def test_a_killed_lane_of_a_mixture(
+    cluster: str, tiny_model: Callable[..., Path], victim: str
+) -> None:
+    """Experts that are in RAM stay there; what was on its way is read again."""
+    mixture = tiny_model("qwen3-moe-norm", num_experts=32)
+    plan = plan_model(mixture, ctx_size=512)
+    missing = plan["expert_slots"] - 8
+    slot = plan["bytes"]["experts"] // plan["expert_slots"]
+    ram = plan["bytes"]["total"] - missing * slot
+    with LLM(mixture, ram=ram, ctx_size=512) as loaded:
+        assert loaded.plan["expert_slots"] < plan["expert_slots"] // 2
+        expected = loaded.generate(PROMPT, PARAMS)[0].token_ids
+        stream = loaded.stream(PROMPT, LONG)
+        next(stream)
+        os.kill(loaded._call("process_ids")[victim], signal.SIGKILL)
+        with pytest.raises(EngineError, match=f"{victim}: its process died"):
+            list(stream)
+        assert loaded.generate(PROMPT, PARAMS)[0].token_ids == expected
+        assert loaded.stats()["experts"]["hit_rate"] is not None
+
+
 def test_a_killed_planner(llm: LLM, expected: tuple[int, ...]) -> None:
     before = llm._call("process_ids")["planner"]
     os.kill(before, signal.SIGKILL)
