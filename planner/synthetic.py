@@ -24,11 +24,13 @@ def llama_catalog(
     page_tokens: int = 16,
     constants_nbytes: int = 10_000,
     scratch_nbytes: int = 100_000,
+    expanded: int = 0,
 ) -> Catalog:
     """A Llama-shaped model in bfloat16, cut into tiles of `tile_rows` rows.
 
     up_tile_rows: another height for the tiles of the up projection, as two formats in one group
     would give. Every block is held with one 4 KiB page more than its own, as if it lay unaligned.
+    expanded: how often the bytes of a block an expanded copy takes; 0: none is of any use.
     """
     blocks: list[Block] = []
     groups: list[Group] = []
@@ -46,7 +48,8 @@ def llama_catalog(
             nbytes = (last - first) * cols * ELEMENT_NBYTES
             held = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES + PAGE_NBYTES
             units = first // UNIT_ROWS, -(-last // UNIT_ROWS)
-            blocks.append(Block(len(blocks), name, nbytes, held, *units))
+            copy = 0 if kind in ("embed", "lm_head") else expanded * held
+            blocks.append(Block(len(blocks), name, nbytes, held, *units, copy))
         groups.append(
             Group(
                 name=name,

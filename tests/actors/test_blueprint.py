@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,9 @@ def test_options_and_threads_change_no_block(tiny_model: Callable[..., Path]) ->
         ):
             other = cut(model, options, cores)
             assert other.sources == first.sources
-            assert other.catalog.blocks == first.catalog.blocks
+            # only what a copy in the compute type would take depends on that type
+            for ours, theirs in zip(other.catalog.blocks, first.catalog.blocks, strict=True):
+                assert replace(ours, expanded_nbytes=theirs.expanded_nbytes) == theirs
             assert other.fingerprint == first.fingerprint
 
 

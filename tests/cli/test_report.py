@@ -24,8 +24,8 @@ def text_of(renderable: RenderableType) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def planned(part: float, **request: Any) -> dict[str, Any]:
-    catalog, cost = llama_catalog(layers=6, tied=False), CostModel(None)
+def planned(part: float, expanded: int = 0, **request: Any) -> dict[str, Any]:
+    catalog, cost = llama_catalog(layers=6, tied=False, expanded=expanded), CostModel(None)
     ram = int(part * sum(block.held_nbytes for block in catalog.blocks))
     return plan_report(catalog, place(catalog, Request(ram=ram, context=64, **request), cost), cost)
 
@@ -48,6 +48,14 @@ def test_the_rows_of_a_plan_cover_each_byte_once(part: float) -> None:
     for row in parts:
         if row.name.startswith("layer"):
             assert ("streams" in row.why) == (row.disk_nbytes > 0)
+
+
+def test_expanded_copies_are_shown_with_their_bytes_and_their_use() -> None:
+    plan = planned(6.0, expanded=2, expand="always")
+    text = text_of(report.plan_report(plan))
+    assert f"expanded copies {report.size(plan['bytes']['expanded'])}, " in text
+    assert "copies of packed weights in the compute type, which only prompts read" in text
+    assert "copies" not in text_of(report.plan_report(planned(6.0, expanded=2)))
 
 
 def test_split_rows_are_shown_per_group() -> None:

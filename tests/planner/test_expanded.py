@@ -26,19 +26,7 @@ MIB = 1 << 20
 CHUNK = 256
 TIMES = 4  # a copy to its packed weights
 
-
-def packed(catalog: Catalog) -> Catalog:
-    """Every matrix that prompts multiply needs expanding."""
-    blocks = tuple(
-        replace(block, expanded_nbytes=TIMES * block.held_nbytes)
-        if block.group not in ("embed", "lm_head")
-        else block
-        for block in catalog.blocks
-    )
-    return replace(catalog, blocks=blocks)
-
-
-CATALOG = packed(llama_catalog())
+CATALOG = llama_catalog(expanded=TIMES)
 COPIES = sum(block.expanded_nbytes for block in CATALOG.blocks)
 ALL_RESIDENT = place(CATALOG, Request(ram=1 << 40), CostModel(None)).total_nbytes
 AMPLE = ALL_RESIDENT + COPIES
@@ -120,7 +108,7 @@ def test_the_budget_is_a_ceiling(missing: int) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_whatever_streams_or_is_gathered_comes_first(tied: bool) -> None:
-    catalog = packed(llama_catalog(tied=tied))
+    catalog = llama_catalog(tied=tied, expanded=TIMES)
     cost = measured(0.5, catalog)
     whole = place(catalog, Request(ram=1 << 40, context=256), cost)
     for ram in range(4 * MIB, whole.total_nbytes, MIB):

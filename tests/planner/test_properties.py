@@ -41,6 +41,7 @@ def catalogs(draw: st.DrawFn) -> Catalog:
         page_tokens=draw(st.sampled_from([16, 64])),
         constants_nbytes=draw(st.integers(0, 20_000)),
         scratch_nbytes=draw(st.integers(0, 200_000)),
+        expanded=draw(st.sampled_from([0, 4])),
     )
 
 
@@ -71,6 +72,7 @@ def asked(draw: st.DrawFn) -> tuple[Catalog, Request]:
         max_batch=draw(st.integers(1, 3)),
         num_slots=draw(st.sampled_from([None, None, 4, 5, 7, 16])),
         pins=draw(st.sampled_from([{}, {}, {"0.*": "ram"}, {"*.down": "disk"}])),
+        expand=draw(st.sampled_from(["never", "always"])),
     )
     whole = sum(block.held_nbytes for block in catalog.blocks)
     spare = draw(st.one_of(st.just(0), st.integers(0, whole), st.integers(whole, 3 * whole)))
