@@ -30,6 +30,7 @@ from shadowlane.ops import table as t
 from shadowlane.ops.files import open_model
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import DiskFigure, GroupFigure, Phase
+from shadowlane.sizes import free_ram
 
 DECODE_ROWS = (1, 2, 4, 8)
 DECODE_CONTEXTS = (64, 1024)
@@ -55,35 +56,46 @@ def measure_groups(
         layer += cut.catalog.experts.per_layer * cut.catalog.experts.nbytes
     if layer < COLD_NBYTES:
         cut = cut_model(files, options, len(cores), layers=-(-COLD_NBYTES // max(1, layer)))
-    engine = _engine(cut, root, options, cores, ram)
+    engine = _engine(cut, root, options, cores, ram, brief)
     try:
         return _measure(engine, cut, len(cores), brief)
     finally:
         engine.close()
 
 
-def _engine(cut: Blueprint, root: Path, options: Options, cores: Sequence[int], ram: int) -> Engine:
+def _engine(
+    cut: Blueprint, root: Path, options: Options, cores: Sequence[int], ram: int, brief: bool
+) -> Engine:
+    """An engine on the cut, with expanded copies where there is room for them too."""
     catalog = cut.catalog
-    pages = -(-min(cut.context_limit, max(DECODE_CONTEXTS)) // catalog.page_tokens)
+    context = min(cut.context_limit, max(*DECODE_CONTEXTS, options.prefill_chunk))
+    pages = -(-context // catalog.page_tokens)
     needed = (
         catalog.constants_nbytes
         + catalog.scratch_nbytes
         + sum(block.held_nbytes for block in catalog.blocks)
         + (pages + 1) * options.max_batch * catalog.page_nbytes
-        + sum(block.expanded_nbytes for block in catalog.blocks)
         + SLACK
     )
     if catalog.experts is not None:
         needed += catalog.experts.total * catalog.experts.slot_nbytes
-    # No planner beside it: it knows nothing of the placement without copies, and must not re-plan.
-    settings = EngineSettings(min(ram, needed), (tuple(cores),), expand="always", replan=False)
-    engine = Engine(root, options, settings, ThreadHost(), cut)
+    copies = 0 if brief else sum(block.expanded_nbytes for block in catalog.blocks)
+    if needed + copies > min(ram, free_ram().free_nbytes):
+        copies = 0
+    settings = EngineSettings(
+        min(ram, needed + copies),
+        (tuple(cores),),
+        expand="always" if copies else "never",
+        replan=False,  # a planner knows nothing of the placement without copies, and may re-plan
+    )
+    engine = Engine(root, replace(options, context=context), settings, ThreadHost(), cut)
     engine.start(None)
     return engine
 
 
 def _measure(engine: Engine, cut: Blueprint, threads: int, brief: bool) -> dict[str, Any]:
-    copied, plain = engine.placement, _without_copies(engine)
+    copied = engine.placement
+    plain = _without_copies(engine) if copied.expanded else copied
     context = plain.context_tokens
     chunk = min(cut.options.prefill_chunk, context)
     work: list[tuple[Phase, int, int]] = [("decode", 1, min(DECODE_CONTEXTS[0], context))]

@@ -30,7 +30,7 @@ from tiny import tiny_tokens
 from shadowlane.actors.arena import plan_layout
 from shadowlane.actors.blueprint import Blueprint, Options
 from shadowlane.actors.lowering import lower
-from shadowlane.actors.measure import measure_groups
+from shadowlane.actors.measure import _saved_s_per_byte, measure_groups
 from shadowlane.ops import table as t
 from shadowlane.ops.expand import expand_rows
 from shadowlane.ops.files import open_model
@@ -40,9 +40,11 @@ from shadowlane.planner.cost import CostModel
 from shadowlane.planner.placement import Placement, Request
 from shadowlane.planner.program import build_programs
 from shadowlane.planner.search import place
+from shadowlane.planner.synthetic import llama_catalog
 
 OPTIONS = Options(dtype="bfloat16", context=128, prefill_chunk=24, logit_rows=41)
 PROMPT = tiny_tokens(41)
+CATALOG = llama_catalog()
 SETUPS = [ONE_THREAD, TWO_THREADS, TWO_LANES]
 
 
@@ -270,10 +272,28 @@ def fail_a_lane(engine: InProcess) -> None:
 
 
 def test_what_copies_save_is_measured(model: Path, tiny_model: Callable[..., Path]) -> None:
-    """Per byte of copy, or not at all where nothing has to be expanded."""
+    """Per byte of copy, or not at all where nothing has to be expanded, or there is no room."""
     found = measure_groups((0,), model, OPTIONS, AMPLE)["copies_save_s_per_byte"]
     assert found is not None
     assert 0 <= found < 1e-6
     direct = tiny_model("llama2"), replace(OPTIONS, dtype="float32")
-    assert measure_groups((0,), *direct, AMPLE)["copies_save_s_per_byte"] is None
-    assert measure_groups((0,), model, OPTIONS, AMPLE, brief=True)["copies_save_s_per_byte"] is None
+    room = with_all(cut(model, OPTIONS, ONE_THREAD)) - copies_nbytes(
+        cut(model, OPTIONS, ONE_THREAD)
+    )
+    for arguments, brief in (((*direct, AMPLE), False), ((model, OPTIONS, AMPLE), True)):
+        measured = measure_groups((0,), *arguments, brief=brief)
+        assert measured["copies_save_s_per_byte"] is None
+    assert measure_groups((0,), model, OPTIONS, room)["copies_save_s_per_byte"] is None
+
+
+@pytest.mark.parametrize(
+    ("copied", "saved"),
+    [
+        pytest.param([0.9, 0.8, 9.0], 0.1 * 0.5, id="the part of the pair in the middle"),
+        pytest.param([1.1, 1.2, 0.1], 0.0, id="never below nothing"),
+    ],
+)
+def test_a_part_of_the_processor_is_a_part_of_the_clock(copied: list[float], saved: float) -> None:
+    placement = replace(place(CATALOG, Request(ram=1 << 40), CostModel(None)), expanded_nbytes=8)
+    found = _saved_s_per_byte(placement, [1.0, 1.0, 1.0], copied, [0.4, 0.5, 5.0])
+    assert found == pytest.approx(saved / 8)
