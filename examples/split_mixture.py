@@ -37,7 +37,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--model", default="smollm2", help="a dense Llama: smollm2, a directory or a .gguf file")
     add("--experts", type=int, default=16, help="routed experts per layer")
     add("--shared", type=float, default=1 / 3, help="share of the neurons every token goes through")
-    add("--top-k", type=int, default=8, help="routed experts that a token goes through")
+    add("--top-k", type=int, default=12, help="routed experts that a token goes through")
     add("--no-refit", action="store_true", help="leave the shared experts' weights as they were")
     add("--text", type=Path, action="append", default=[], help="calibrate on this file; repeatable")
     add("--tokens", type=int, default=16384, help="length of the calibration text")

@@ -71,6 +71,7 @@ def split(dense: Path, text: Path, out: Path, *flags: str) -> Path:
 
     command = ["--model", str(dense), "--text", str(text), "--out", str(out)]
     command += ["--tokens", "1024", "--window", "32", "--experts", "8", "--shared", "0.33"]
+    command += ["--top-k", "3"]
     run(arguments().parse_args([*command, *flags]))
     return out
 
