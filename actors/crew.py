@@ -71,6 +71,7 @@ class Crew:
         self.newest_id = 0  # the highest id that any placement had
         self.lane_bases = [0] * len(self.lanes)  # instructions retired before the next step
         self.disk_base = 0  # the same of blocks read
+        self._heat: Heat | None = None
         self.runs: dict[str, Pending] = {}
         self.cpus: list[Remote] = []
         self.disk: Remote | None = None
@@ -141,6 +142,8 @@ class Crew:
         settle_counters(self._arena, self._layout, step, self.lane_bases)
         for each in self._open_lanes():
             each.result()
+        if self._blueprint.experts is not None:
+            self.disk_lane.call("keep_experts", self._heat, self._settings.expert_policy).result()
         for published in list(self._published.values()):
             for answer in self.publish(published.placement):
                 answer.pending.result()
@@ -254,11 +257,14 @@ class Crew:
 
         heat: how often earlier runs chose each expert of a mixture.
         """
+        self._heat = heat
         homes = self.homes.take(index for index, kept in enumerate(placement.resident) if kept)
         total = sum(self._blueprint.sources[block].nbytes for block in homes)
         jobs: list[tuple[str, tuple[object, ...]]] = [("load", (homes,))]
         if self._blueprint.experts is not None:
-            jobs.append(("load_experts", (heat, self._settings.expert_policy)))
+            policy = self._settings.expert_policy
+            self.disk_lane.call("keep_experts", heat, policy).result()
+            jobs.append(("load_experts", ()))
             total += placement.expert_slots * self._blueprint.experts.catalog.nbytes
         for method, arguments in jobs:
             loading = self.disk_lane.call(method, *arguments)

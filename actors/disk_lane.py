@@ -178,15 +178,19 @@ class DiskLane:
         todo = sorted(homes.items(), key=lambda each: self._key(each[0]))
         self._load_all([partial(load_block, block, home) for block, home in todo])
 
-    def load_experts(self, heat: Heat | None, policy: str | None = None) -> None:
-        """Fill the slots of a mixture's experts, by what earlier runs chose.
+    def keep_experts(self, heat: Heat | None, policy: str | None) -> None:
+        """How the experts of a mixture are to be kept; before `run`.
 
-        policy: the name of the one that stays in force. Raises like `load`, and ValueError for a
-        name that no policy has.
+        heat: what earlier runs chose; policy: the name of the one that stays in force, None: they
+        compete. Raises ValueError for a name that no policy has.
         """
+        assert self._experts is not None, "a dense model has no experts"
+        self._experts.begin(heat, policy)
+
+    def load_experts(self) -> None:
+        """Fill the free slots of a mixture's experts. Raises like `load`."""
         experts = self._experts
         assert experts is not None, "a dense model has no experts to load"
-        experts.begin(heat, policy)
         first_span = len(self._blueprint.sources)
 
         def load_expert(

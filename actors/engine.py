@@ -99,6 +99,7 @@ class Engine:
         self._stopping = False
         self._unreported: Callable[[], ev.StepRetired] | None = None  # of the newest step
         self._routing: RoutingTap | None = None
+        self._experts_read = 0  # bytes, while decode steps ran
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
         self._multiplied = [0] * len(self.lanes)  # weight bytes, by each compute lane so far
         self._rope_cache: tuple[np.ndarray, float] | None = None
@@ -318,6 +319,7 @@ class Engine:
         """
         began = time.monotonic()
         before = self.gauges.busy_ns()
+        read_before = int(self.gauges.disk_statistics()[disk.EXPERT_NBYTES])
         placement = self.placement
         if self._routing is not None:
             self._routing.before(step.plan)
@@ -329,6 +331,9 @@ class Engine:
         if self._routing is not None:
             self._routing.after(step.plan)
         self.steps_retired += 1
+        if step.plan.is_decode and not step.plan.same_sequence:
+            read = int(self.gauges.disk_statistics()[disk.EXPERT_NBYTES])
+            self._experts_read += read - read_before
         seconds = time.monotonic() - began
         for number, nbytes in enumerate(self._step_nbytes(placement)):
             self._multiplied[number] += nbytes
@@ -468,7 +473,7 @@ class Engine:
                 for share in shares
             )
             multiplied[lane_number(first)] += used[1] * experts.nbytes
-        return LaneUse(self.gauges.lane_use(multiplied), used)
+        return LaneUse(self.gauges.lane_use(multiplied), (*used, self._experts_read))
 
     def lane_use(self, sequence: Sequence) -> dict[str, tuple[float, int]]:
         """Per lane, busy seconds and bytes while a finished request ran (others' work included)."""
@@ -483,7 +488,7 @@ class Engine:
         experts = self.blueprint.catalog.experts
         if experts is None:
             return None
-        resident, chosen = (
+        resident, chosen, read = (
             after - before
             for before, after in zip(
                 sequence.use_before.experts, sequence.use_after.experts, strict=True
@@ -494,7 +499,7 @@ class Engine:
             "slots": self.placement.expert_slots,
             "of": experts.total,
             "hit_rate": resident / chosen if chosen else None,
-            "read_nbytes_per_token": (chosen - resident) * experts.held_nbytes // tokens,
+            "read_nbytes_per_token": read // tokens,
             **self.gauges.expert_report(),
         }
 

@@ -152,11 +152,6 @@ class ExpertReader:
         self._served = int(self._numbers[t.NEWEST_REQUEST])
         self._seen = int(self._numbers[0])  # the newest route that the cache knows of
         self._asked = counter_value(self._address(REQUEST_COUNTER))
-        # What is in RAM is what the words say: they outlive this process.
-        held = {int(word) & SLOT_MASK: key for key, word in enumerate(self._words.tolist()) if word}
-        for key in held.values():
-            self._cache.insert(key)
-        self._free = [slot for slot in range(self._num_slots) if slot + 1 not in held]
 
     @property
     def holds_all(self) -> bool:
@@ -180,6 +175,11 @@ class ExpertReader:
             current=current,
             heat=self._heat,
         )
+        # What is in RAM is what the words say: they outlive this process.
+        held = {int(word) & SLOT_MASK: key for key, word in enumerate(self._words.tolist()) if word}
+        for key in held.values():
+            self._cache.insert(key)
+        self._free = [slot for slot in range(self._num_slots) if slot + 1 not in held]
 
     # -- from run to run
 
@@ -219,13 +219,14 @@ class ExpertReader:
             wait_counter(request, self._asked + 1, abort, 0, LOOK_UP_NS)
             self._asked = counter_value(request)
             with self._changed:
-                self._learn()
+                learnt = self._learn()
             newest = int(self._numbers[t.NEWEST_REQUEST])
             if newest > self._served:
                 self._served = newest
                 self._serve(newest)
             if self._look_ahead.is_on:
                 self._guess()
+            self._compare(learnt)  # while the disk works
         with self._changed:
             self._changed.notify_all()
 
@@ -248,23 +249,37 @@ class ExpertReader:
                 if fetch.left == 0:
                     self._arrived(fetch)
 
-    def _learn(self) -> None:
-        """Tell the cache of all routes since the last look; some may have been overwritten."""
-        newest = int(self._numbers[0])
+    def _learn(self) -> list[tuple[int, np.ndarray, bool]]:
+        """Tell the cache of all routes since the last look; some may have been overwritten.
+
+        Returns (layer, experts, of a decode step?) of each.
+        """
+        newest, learnt = int(self._numbers[0]), []
         for number in range(max(self._seen, newest - t.ROUTE_RING) + 1, newest + 1):
             layer = int(self._numbers[1 + number % t.ROUTE_RING])
             header = self._headers[layer]
-            if int(header[t.ROUTE_SEQUENCE]) != number:
+            written = int(header[t.ROUTE_SEQUENCE])
+            if written < number:  # it has its number, and is still being written
+                newest = number - 1
+                break
+            if written > number:
                 continue
             chosen = np.flatnonzero(np.diff(self._starts[layer]))
             is_decode = bool(header[t.IS_DECODE])
             self._cache.touch(layer, chosen)
-            self._chooser.touch(layer, chosen, is_decode=is_decode)
+            learnt.append((layer, chosen, is_decode))
             if is_decode:
                 self._judge_guess(layer, number, set(chosen.tolist()))
         self._seen = newest
+        return learnt
+
+    def _compare(self, learnt: list[tuple[int, np.ndarray, bool]]) -> None:
+        """Let the policies compete on what has been learnt."""
+        for layer, chosen, is_decode in learnt:
+            self._chooser.touch(layer, chosen, is_decode=is_decode)
         if self._chooser.policy != self._cache.policy:
-            self._cache.use(self._chooser.policy)
+            with self._changed:
+                self._cache.use(self._chooser.policy)
         self._statistics.tell(self._look_ahead, self._chooser)
 
     def _judge_guess(self, layer: int, number: int, chosen: set[int]) -> None:
@@ -302,11 +317,11 @@ class ExpertReader:
         num_resident, num_chosen = int(header[t.NUM_RESIDENT]), int(header[t.NUM_CHOSEN])
         step = int(header[t.ROUTE_STEP])
         route = Route(number, layer, int(header[t.READY_BASE]), num_resident)
-        for expert in self._missing[layer][: num_chosen - num_resident].tolist():
-            key = layer * self._per_layer + expert
-            with self._changed:
-                if self._promote(key, route):
-                    continue
+        missing = self._missing[layer][: num_chosen - num_resident].tolist()
+        keys = [layer * self._per_layer + expert for expert in missing]
+        with self._changed:  # first, so that none of them gives up its slot to another
+            keys = [key for key in keys if not self._promote(key, route)]
+        for key in keys:
             slot = self._take_slot(layer, number)
             if slot is None:
                 return  # the lane is over

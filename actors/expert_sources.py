@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shadowlane.ops.decoder_config import DecoderConfig
+from shadowlane.ops.errors import ModelError
 from shadowlane.ops.expert_matrices import Expert, ExpertMatrix, read_experts
 from shadowlane.ops.files import ModelFiles
 from shadowlane.planner.catalog import Experts
@@ -72,6 +73,8 @@ def plan_experts(config: DecoderConfig, files: ModelFiles) -> ExpertPlan | None:
     if moe is None:
         return None
     layers = read_experts(config, files)
+    for number, layer in zip(moe.sparse_layers, layers, strict=True):
+        _check_alike(number, layer)
     sources = tuple(_source(expert) for layer in layers for expert in layer)
     formats = tuple(
         tuple(_format(matrix) for matrix in (layer[0].gate, layer[0].up, layer[0].down))
@@ -86,6 +89,19 @@ def plan_experts(config: DecoderConfig, files: ModelFiles) -> ExpertPlan | None:
         slot_nbytes=max(source.held_nbytes for source in sources),
     )
     return ExpertPlan(sources, formats, catalog)  # type: ignore[arg-type]
+
+
+def _check_alike(number: int, layer: Sequence[Expert]) -> None:
+    """The experts of a layer are multiplied by the same operators."""
+    first = layer[0]
+    for index, expert in enumerate(layer):
+        for name in ("gate", "up", "down"):
+            mine, other = _format(getattr(expert, name)), _format(getattr(first, name))
+            if mine != other:
+                raise ModelError(
+                    f"layer {number}: all experts must have the same types; {name} of expert 0 is "
+                    f"{other.layout}, of expert {index} {mine.layout}"
+                )
 
 
 def _format(matrix: ExpertMatrix) -> MatrixFormat:

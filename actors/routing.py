@@ -53,6 +53,14 @@ def check_routing(blueprint: Blueprint, settings: EngineSettings) -> Trace | Non
         return None
     trace = read_trace(settings.replay_routing)
     trace.check(trace.model.name, model.num_layers, model.num_experts, model.top_k)
+    ranked = np.sort(trace.choices, axis=-1)
+    is_whole = (ranked[..., 0] >= 0) & (np.diff(ranked, axis=-1) > 0).all(axis=-1)
+    if not is_whole.all():
+        token, layer = np.argwhere(~is_whole)[0]
+        raise ValueError(
+            f"{settings.replay_routing}: each token must choose {model.top_k} different experts in "
+            f"each layer; token {token} in layer {layer} has {trace.choices[token, layer].tolist()}"
+        )
     return trace
 
 

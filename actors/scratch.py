@@ -170,7 +170,9 @@ def plan_scratch(
         logits=options.step_logits * config.vocab_size * 4,
         gather=rows * gather_stride(embedding),
         worker_input=max(MAX_DECODE_ROWS, options.step_logits) * config.hidden_size * 4,
-        worker_quantised=(quantised_inputs(options) + 1) * quantised_stride(config),
+        # one more for `down` of an expert, and those of a chunk's rows that go to one expert
+        worker_quantised=(quantised_inputs(options) + 1 + MAX_DECODE_ROWS)
+        * quantised_stride(config),
         worker_output=2 * MAX_DECODE_ROWS * MAX_BLOCK_ROWS * 4,
         worker_expand=256 + max(4 * widest, (3 + 2 * grouped) * config.head_dim) * 4,
         worker_scores=grouped * (context + 1) * 4,

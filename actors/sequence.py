@@ -20,7 +20,8 @@ class LaneUse:
     """What has been done since the engine's start."""
 
     lanes: dict[str, tuple[int, int]]  # lane -> (busy ns, bytes)
-    experts: tuple[int, int] = (0, 0)  # of those that decode steps chose: in RAM, and all
+    # of the experts that decode steps chose: in RAM, and all; then the bytes read meanwhile
+    experts: tuple[int, int, int] = (0, 0, 0)
 
 
 class TextSink(Protocol):

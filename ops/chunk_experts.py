@@ -207,7 +207,9 @@ def multiply_few(
     nbytes, top_k, layer = element_nbytes(layout), geometry[t.TOP_K], row[t.SPARSE_LAYER]
     pairs = route + geometry[t.ROUTE_PAIRS]
     count = end - begin
-    quantised, stride = scratch + geometry[t.SCRATCH_QUANTISED], geometry[t.QUANTISED_NBYTES]
+    stride = geometry[t.QUANTISED_NBYTES]
+    # NOTE: not where the decode rows of the step are: other experts still need those.
+    quantised = scratch + geometry[t.SCRATCH_SPARE] + stride
     line = scratch + EXPAND_AT
     activated = scratch + geometry[t.SCRATCH_ACTIVATED]
     gates = scratch + geometry[t.SCRATCH_OUTPUT]

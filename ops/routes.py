@@ -31,7 +31,8 @@ from shadowlane.ops.atomics import (
 from shadowlane.ops.compiled import njit
 
 SLOT_MASK = (1 << t.SLOT_BITS) - 1
-LOWEST = np.float32(-np.inf)
+LOWEST = np.float32(-np.inf)  # of a logit that has been chosen
+FLOOR = np.float32(-3.4e38)
 ONE = np.float32(1)
 
 
@@ -55,18 +56,22 @@ def choose(logits: int, count: int, top_k: int, normalises: int, ids: int, weigh
     ids: int32 [top_k]; weights: float32 [top_k], a softmax over all logits, or, where `normalises`,
     over the chosen ones. The chosen logits are overwritten.
     """
-    largest = LOWEST
+    largest = FLOOR
     for index in range(count):
-        largest = max(largest, read_f32(logits + 4 * index))
+        value = read_f32(logits + 4 * index)
+        if not value > LOWEST:  # not a number, from a broken row: still `top_k` different experts
+            write_f32(logits + 4 * index, FLOOR)
+        elif value > largest:
+            largest = value
     total = 0.0
     if normalises == 0:
         for index in range(count):
             total += math.exp(read_f32(logits + 4 * index) - largest)
     for rank in range(top_k):
-        best, found = LOWEST, -1
+        best, found = LOWEST, 0
         for index in range(count):
             value = read_f32(logits + 4 * index)
-            if value > best or found < 0:
+            if value > best:
                 best, found = value, index
         write_f32(logits + 4 * found, LOWEST)
         weight = math.exp(best - largest)

@@ -183,7 +183,7 @@ BLOCK_COLUMNS: Final = 11
     EXPERT_ACTIVATED,  # float32 [decode rows * TOP_K, EXPERT_INNER]
     EXPERT_OUTPUT,  # float32 [decode rows * TOP_K, HIDDEN]
     EXPERT_OUTPUT_CHUNK,  # compute type [chunk * TOP_K, HIDDEN]
-    SCRATCH_SPARE,  # room for one more quantised input in a worker's scratch
+    SCRATCH_SPARE,  # room for one more quantised input, and behind it for MAX_DECODE_ROWS
     SCRATCH_GATHERED,  # compute type [chunk, HIDDEN]: the inputs of one expert
     SCRATCH_ACTIVATED,  # compute type [chunk, EXPERT_INNER]
     SWIGLU,  # offset of two float32, limit and alpha of a clamped SwiGLU; -1: silu

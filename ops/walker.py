@@ -390,7 +390,7 @@ def walk(
                     linear_item(base, geometry, row, item, blocks, record, x, inputs, scratch)
             if is_last_item(base, geometry, row, record, num_items):
                 if kind == t.ROUTER:
-                    route(base, geometry, row, step, num_rows, 1)
+                    route(base, geometry, row, step, num_rows, 0 if same_sequence else 1)
                 elif kind == t.EXPERTS:
                     outputs = base + geometry[t.EXPERT_OUTPUT]
                     add_experts(base, geometry, row, LAYOUT_F32, outputs, 0, num_rows, 0)

@@ -29,6 +29,7 @@ from shadowlane.planner.placement import (
 from shadowlane.planner.simulate import simulate, simulate_parts
 from shadowlane.planner.spread import candidates
 
+UNDIVIDED = ("router", "experts")  # kinds of groups that are one lane's
 TIE = 0.005  # predictions closer than this are the same
 RING_NBYTES = 64 << 20  # a ring hides jitter of the disk; more would cost residency for nothing
 RING_SLOTS = 16
@@ -344,13 +345,18 @@ def split_rows(
     """Shares of each group in proportion to the speed of each lane on it, whole units, exactly.
 
     speeds: lane -> units per second (any scale) of each group by its index; 0 leaves a lane out.
-    The largest remainders round up; `embed` goes to the first lane with any speed.
+    The largest remainders round up; `embed` goes to the first lane with any speed. Who chooses
+    experts and computes them is one lane, the fastest: a choice is made once.
     """
     active = [lane.name for lane in lanes if any(speed > 0 for speed in speeds[lane.name])]
     if not active:
         raise ValueError("at least one lane must have a speed above 0; got none")
     shares: dict[str, tuple[Share, ...]] = {}
+    fastest = max(active, key=lambda name: sum(speeds[name]))
     for index, group in enumerate(catalog.groups):
+        if group.kind in UNDIVIDED:
+            shares[group.name] = (Share(fastest, 0, group.units),)
+            continue
         total = sum(speeds[name][index] for name in active)
         if group.kind == "embed" or len(active) == 1 or total <= 0:
             shares[group.name] = (Share(active[0], 0, group.units),)

@@ -28,7 +28,7 @@ from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.placement import MIN_SLOTS, LaneSpec, Placement, Request, Share
 from shadowlane.planner.profile import Profile
-from shadowlane.planner.search import place
+from shadowlane.planner.search import UNDIVIDED, place
 
 PATIENCE_S = 60.0  # only a hang takes as long, also on a machine that other work keeps busy
 AMPLE = 1 << 28
@@ -242,7 +242,7 @@ def with_shares(
     shares = {}
     total = sum(weights.values())
     for group in catalog.groups:
-        if group.kind == "embed":
+        if group.kind in ("embed", *UNDIVIDED):
             name = next(name for name, weight in weights.items() if weight)
             shares[group.name] = (Share(name, 0, group.units),)
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,19 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from inprocess import ONE_THREAD, TWO_LANES, TWO_THREADS, InProcess, collect, cut, running
 from mixture_files import round_experts, write_mixture_gguf, write_stacked
 from tiny import MIXTURES, reference_logits, tiny_tokens
 
-from shadowlane.actors.blueprint import Options
+from shadowlane.actors.blueprint import Options, read_blueprint
 from shadowlane.actors.disk_lane import EXPERT_NBYTES
+from shadowlane.actors.routing import routed_model
+from shadowlane.ops.errors import ModelError
 from shadowlane.planner.placement import InfeasiblePlan
+from shadowlane.planner.routing import NOBODY
+from shadowlane.planner.routing_files import TraceWriter, read_trace
 from shadowlane.planner.search import SPARE_EXPERTS
 
 TOLERANCE = 1e-4  # float32 against float32, largest difference of any logit
@@ -149,6 +156,41 @@ def test_requests_that_share_steps_choose_for_themselves(tiny_model: Callable[..
         assert [collect(sequence) for sequence in together] == alone
 
 
+@pytest.mark.parametrize("cores", [TWO_THREADS, TWO_LANES])
+def test_a_router_of_many_experts_is_not_divided(
+    tiny_model: Callable[..., Path], cores: Sequence[Sequence[int]]
+) -> None:
+    """A choice is made once, whoever computes: 32 rows are two units, for two lanes to share."""
+    model = tiny_model(MANY, num_experts=32, num_experts_per_tok=4)
+    prompt = tiny_tokens(40)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(prompt, 20)
+    for ram in (1 << 28, budget_for(model, 40, cores, OPTIONS)):
+        with running(model, options=OPTIONS, cores=cores, ram=ram) as engine:
+            assert [engine.generate(prompt, 20) for _ in range(3)] == [expected] * 3
+
+
+@pytest.mark.parametrize("kind", [None, "Q8_0"])
+def test_a_prompt_that_comes_in_changes_no_other_answer(
+    tiny_model: Callable[..., Path], tmp_path: Path, kind: str | None
+) -> None:
+    """Few rows of its chunk go to an expert that a decode row of the same step goes to as well."""
+    model = tiny_model(MANY, hidden_size=128)
+    if kind is not None:
+        layout = gguf.GGMLQuantizationType[kind]
+        model = write_mixture_gguf(model, tmp_path / "model.gguf", kind=layout)
+    options = replace(OPTIONS, max_batch=2)
+    with running(model, options=options, cores=ONE_THREAD) as engine:
+        alone = engine.generate(tiny_tokens(20), 40)
+        for length in (17, 24, 60):
+            running_one = engine.submit(tiny_tokens(20), 40)
+            while not running_one.outputs.qsize():
+                pass
+            other = engine.submit(tiny_tokens(length + 3)[3:], 4)
+            assert collect(running_one) == alone
+            collect(other)
+
+
 def test_a_chunk_reads_each_expert_once(tiny_model: Callable[..., Path]) -> None:
     model = tiny_model(MANY)
     experts = cut(model, OPTIONS, TWO_THREADS).catalog.experts
@@ -158,6 +200,58 @@ def test_a_chunk_reads_each_expert_once(tiny_model: Callable[..., Path]) -> None
         engine.generate(tiny_tokens(64), 1)
         most = experts.total * experts.nbytes
         assert 0 < read_nbytes(engine) <= most
+
+
+def test_experts_of_a_layer_are_of_the_same_types(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_model(MANY), tmp_path / "mixed"))
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    tensors[name] = tensors[name].to(torch.bfloat16)
+    safetensors.torch.save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"layer 1: .*down of expert 0 is f32, of expert 3 bf16"):
+        read_blueprint(model, OPTIONS, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([0, 1, 1], "layer 1 must have distinct ids"),
+        ([0, 1, NOBODY], "3 different experts in each layer; token 2 in layer 1"),
+    ],
+)
+def test_a_trace_that_does_not_choose_whole_rows_is_refused(
+    tiny_model: Callable[..., Path], tmp_path: Path, row: list[int], message: str
+) -> None:
+    model = tiny_model(MANY, num_experts_per_tok=3)
+    blueprint = cut(model, OPTIONS, ONE_THREAD)
+    shape = routed_model(blueprint)
+    choices = np.tile(np.array([0, 1, 2], np.int16), (4, shape.num_layers, 1))
+    choices[2, 1] = row
+    with TraceWriter(tmp_path / "trace.jsonl", shape) as writer:
+        writer.step(choices, turn=0, is_prefill=False)
+    with (
+        pytest.raises(ValueError, match=message),
+        running(model, options=OPTIONS, replay_routing=tmp_path / "trace.jsonl"),
+    ):
+        pass
+
+
+def test_a_run_is_recorded_and_can_be_replayed(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_model(MANY)
+    files = [tmp_path / "first.jsonl", tmp_path / "second.jsonl.gz"]
+    with running(model, options=OPTIONS, trace_routing=files[0]) as engine:
+        engine.generate(tiny_tokens(20), 10)
+    with running(model, options=OPTIONS, trace_routing=files[1], replay_routing=files[0]) as engine:
+        engine.generate(tiny_tokens(20), 10)
+    first, second = (read_trace(path) for path in files)
+    assert first.num_tokens == 20 + 9
+    assert int(first.is_prefill.sum()) == 20
+    assert np.array_equal(first.choices, second.choices)
+    assert len({tuple(row) for row in first.choices[:, 0].tolist()}) > 1
 
 
 def test_what_a_run_tells_of_its_experts(tiny_model: Callable[..., Path]) -> None:
@@ -170,11 +264,12 @@ def test_what_a_run_tells_of_its_experts(tiny_model: Callable[..., Path]) -> Non
         collect(sequence)
         told = run.engine.expert_use(sequence)
         assert told is not None
-        resident, chosen = sequence.use_after.experts
+        resident, chosen, read = sequence.use_after.experts
         # the last token is given without a step of its own
         assert chosen == 15 * experts.num_layers * experts.top_k
         assert 0 < resident < chosen
         assert told["hit_rate"] == resident / chosen
+        assert 0 < read <= read_nbytes(run)
         assert (told["slots"], told["of"]) == (slots, experts.total)
     with running(tiny_model("llama2")) as run:
         sequence = run.submit(tiny_tokens(30), 4)
