@@ -19,6 +19,10 @@ from shadowlane.planner.placement import Placement, Request
 from shadowlane.planner.profile import Profile
 
 EVENT_PERIOD_S = 0.05  # measurements go to the planner in batches this far apart
+# ... and so many times as far while it has nothing to change: each batch costs two processes some
+# milliseconds, which the lanes' cores pay where there are no others.
+CALM_PERIODS = 5
+ATTENTIVE_S = 1.0  # after its last command that changes something
 RESTARTS = 3  # how often a planner that dies before it answers is started again
 
 
@@ -49,6 +53,7 @@ class ShadowLink:
         self._commands: deque[ev.Command] = deque()
         self._waiting_for: list[Acknowledgement] = []
         self._sent_at = 0.0
+        self._heard_at = 0.0  # of a command that changes something
         self._restarts = 0
 
     def launch(self) -> None:
@@ -95,7 +100,9 @@ class ShadowLink:
         if not self.is_open or self.thinking is not None or self.planner is None:
             return
         now = time.monotonic()
-        if self._events and now - self._sent_at >= EVENT_PERIOD_S:
+        is_calm = now - self._heard_at > ATTENTIVE_S
+        period = EVENT_PERIOD_S * (CALM_PERIODS if is_calm else 1)
+        if self._events and now - self._sent_at >= period:
             self._events.extend(gauges.run_queue_delays())
             self.thinking = self.planner.call("handle", self._events)
             self._events, self._sent_at = [], now
@@ -144,7 +151,10 @@ class ShadowLink:
         """One whose process died is started again, and told what is running; one that failed by
         its own fault would fail again."""
         try:
-            self._commands.extend(thinking.result())
+            commands = thinking.result()
+            self._commands.extend(commands)
+            if any(not isinstance(command, ev.Note) for command in commands):
+                self._heard_at = time.monotonic()
             self._restarts = 0
             return
         except LaneDied as error:

@@ -20,9 +20,9 @@ class Settings:
     drift_threshold: float = 0.15  # |measured / expected - 1| of a lane that makes us think again
     # NOTE: short steps are counted in seconds: what else runs on a machine comes in bursts of tens
     # of milliseconds, and three steps of 14 ms measure a burst.
-    drift_s: float = 0.3  # what a lane's drift is measured over, at least
+    drift_s: float = 1.0  # what a lane's drift is measured over, at least
     min_steps_between: int = 5  # decode steps between two thoughts; doubled by each one undone
-    min_s_between: float = 0.5  # ... and seconds of decoding, doubled likewise
+    min_s_between: float = 2.0  # ... and seconds of decoding, doubled likewise
     gain_threshold: float = 0.03  # what a new plan must promise, or measure, to be worth a switch
     tolerance: float = 0.02  # how much slower a new plan may measure before it is undone: noise
     trial_steps: int = 3  # measured steps per option, at least
