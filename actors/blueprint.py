@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shadowlane.actors.expert_sources import ExpertPlan, layouts_of, plan_experts
+from shadowlane.actors.file_range import FileRange
 from shadowlane.actors.scratch import LAYOUT_OF, ScratchPlan, is_in_place, plan_scratch
 from shadowlane.actors.spec import DataType, KvType, Options
 from shadowlane.ops.decoder import (
@@ -43,12 +44,9 @@ PAGE_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSource:
+class BlockSource(FileRange):
     """Where a block's bytes lie in its file, and which rows of its tensor and group they are."""
 
-    path: str
-    offset: int  # of the first byte of the weights in the file
-    nbytes: int
     layout: str
     row_nbytes: int
     first_row: int  # of the tensor
@@ -60,16 +58,6 @@ class BlockSource:
     def cols(self) -> int:
         layout = LAYOUTS[self.layout]
         return self.row_nbytes // layout.block_nbytes * layout.block_elements
-
-    @property
-    def skew(self) -> int:
-        """Bytes from the start of the enclosing 4 KiB range to the weights."""
-        return self.offset % PAGE
-
-    @property
-    def held_nbytes(self) -> int:
-        """Size of the enclosing 4 KiB range: what a direct read transfers."""
-        return -(-(self.skew + self.nbytes) // PAGE) * PAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,10 @@ from shadowlane.actors.arena import (
     ArenaHandle,
     ArenaLayout,
 )
-from shadowlane.actors.blueprint import PAGE, BlockSource, Blueprint
+from shadowlane.actors.blueprint import PAGE, Blueprint
 from shadowlane.actors.expert_reader import ExpertReader, ExpertStatistics, all_extents
 from shadowlane.actors.expert_sources import Extent
+from shadowlane.actors.file_range import FileRange
 from shadowlane.actors.lowering import lane_number
 from shadowlane.actors.scratch import gather_stride
 from shadowlane.actors.spec import READ_DEPTH
@@ -443,7 +444,7 @@ class DiskLane:
         with self._lock:
             self._statistics[EXPERT_NBYTES] += nbytes
 
-    def _read(self, source: BlockSource | Extent, home: int, step: int, number: int) -> int:
+    def _read(self, source: FileRange, home: int, step: int, number: int) -> int:
         """Read an enclosing range to an arena offset. Returns the bytes wanted of it.
 
         number: in the span of this read; a block, or behind all blocks the key of an expert.
@@ -504,7 +505,7 @@ class ModelFile:
         start = -int(buffer.ctypes.data) % PAGE
         os.preadv(self._descriptor, [memoryview(buffer)[start : start + PAGE]], 0)
 
-    def read_block(self, source: BlockSource | Extent, memory: np.ndarray, home: int) -> None:
+    def read_block(self, source: FileRange, memory: np.ndarray, home: int) -> None:
         """Read a block's enclosing range to `memory[home:]`; the weights begin at its skew."""
         wanted = source.skew + source.nbytes
         start = source.offset - source.skew

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shadowlane.actors.file_range import FileRange
 from shadowlane.ops.decoder_config import DecoderConfig
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.expert_matrices import Expert, ExpertMatrix, read_experts
@@ -19,21 +20,10 @@ from shadowlane.planner.placement import PAGE_NBYTES as PAGE
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """Adjacent bytes of a file, read together; the fields that `ModelFile.read_block` needs."""
+class Extent(FileRange):
+    """Adjacent matrices of an expert."""
 
-    path: str
-    offset: int  # of the first byte wanted
-    nbytes: int
     home: int  # where in the slot the enclosing range begins
-
-    @property
-    def skew(self) -> int:
-        return self.offset % PAGE
-
-    @property
-    def held_nbytes(self) -> int:
-        return -(-(self.skew + self.nbytes) // PAGE) * PAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,7 +247,7 @@ def lower(
             row[t.TILE_START] = len(items)
             items.extend(_tiles(blueprint, number, instruction))
             row[t.TILE_COUNT] = len(items) - row[t.TILE_START]
-    _link_routers(instructions, blueprint)
+    _link_routers(instructions)
     return LoweredProgram(
         placement_id=placement.placement_id,
         instructions=instructions,
@@ -256,24 +256,16 @@ def lower(
     )
 
 
-def _link_routers(instructions: np.ndarray, blueprint: Blueprint) -> None:
-    """Let each layer's experts know the router of the next, where one lane has the whole of it."""
-    routers: dict[int, list[int]] = {}
-    for ordinal, row in enumerate(instructions):
-        if row[t.KIND] == t.ROUTER:
-            routers.setdefault(int(row[t.SPARSE_LAYER]), []).append(ordinal)
-    moe = blueprint.config.moe
+def _link_routers(instructions: np.ndarray) -> None:
+    """Let each layer's experts know the router of the next; both are the same lane's."""
+    routers = {
+        int(row[t.SPARSE_LAYER]): ordinal
+        for ordinal, row in enumerate(instructions)
+        if row[t.KIND] == t.ROUTER
+    }
     for row in instructions:
-        if row[t.KIND] == t.EXPERTS and moe is not None:
-            following = routers.get(int(row[t.SPARSE_LAYER]) + 1, [])
-            if len(following) == 1 and _is_whole(instructions[following[0]], blueprint):
-                row[t.NEXT_ROUTER] = following[0]
-
-
-def _is_whole(row: np.ndarray, blueprint: Blueprint) -> bool:
-    """Whether an instruction computes all rows of its group."""
-    blocks = blueprint.catalog.groups[row[t.GROUP]].blocks
-    return bool(row[t.TILE_COUNT] == len(blocks))
+        if row[t.KIND] == t.EXPERTS:
+            row[t.NEXT_ROUTER] = routers.get(int(row[t.SPARSE_LAYER]) + 1, -1)
 
 
 def _expert_rows(blueprint: Blueprint) -> list[tuple[int, ...]]:

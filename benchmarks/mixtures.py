@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf_random import POOL_BLOCKS, block_pool
-from shapes import TensorSpec
+from shapes import TensorSpec, check_dimensions
 from synthesize import Progress, WeightPool, check_room
 
 from shadowlane.ops.errors import ModelError
@@ -31,7 +31,6 @@ TYPES = {"Q4_K": "q4_K", "Q6_K": "q6_K", "Q4_0": "q4_0", "Q8_0": "q8_0", "BF16":
 _ENDS = {"q4_K": "q6_K", "q6_K": "q6_K", "q4_0": "q8_0", "q8_0": "q8_0", "bf16": "bf16"}
 _FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_K": 15, "q6_K": 18, "bf16": 32}  # llama.cpp's numbers
 _MATRICES = ("gate", "up", "down")
-_SWITCHES = ("tie_word_embeddings", "norm_topk_prob")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +57,7 @@ class MoeShape:
     rms_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in _SWITCHES and not value > 0:
-                raise ValueError(f"{field.name} must be positive; got {value}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads must be a multiple of num_key_value_heads; got "
-                f"{self.num_attention_heads} and {self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary positions; got {self.head_dim}")
+        check_dimensions(self)
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok must be at most num_experts ({self.num_experts}); "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from math import prod
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,21 @@ class TensorSpec:
         return 2 * self.count
 
 
+def check_dimensions(shape: Any) -> None:
+    """Of any decoder's shape, a dataclass. Raises ValueError."""
+    for field in fields(shape):
+        value = getattr(shape, field.name)
+        if not isinstance(value, bool) and not value > 0:
+            raise ValueError(f"{field.name} must be positive; got {value}")
+    if shape.num_attention_heads % shape.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads must be a multiple of num_key_value_heads; got "
+            f"{shape.num_attention_heads} and {shape.num_key_value_heads}"
+        )
+    if shape.head_dim % 2:
+        raise ValueError(f"head_dim must be even for rotary positions; got {shape.head_dim}")
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The dimensions of a Llama decoder; field names are those of its config.json."""
@@ -45,17 +61,7 @@ class Shape:
     rms_norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "tie_word_embeddings" and not value > 0:
-                raise ValueError(f"{field.name} must be positive; got {value}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads must be a multiple of num_key_value_heads; got "
-                f"{self.num_attention_heads} and {self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary positions; got {self.head_dim}")
+        check_dimensions(self)
 
     def config(self) -> dict[str, object]:
         """What config.json says; both spellings of the data type and of the rotary base, so that

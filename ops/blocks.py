@@ -69,6 +69,42 @@ def wait_blocks(base: int, geometry: Any, row: Any, item: Any, blocks: Any, reco
 
 
 @njit
+def call_operator(
+    block: Any,
+    address: int,
+    num_rows: int,
+    cols: int,
+    x: int,
+    x_stride: int,
+    inputs: int,
+    y: int,
+    y_stride: int,
+    scratch: int,
+) -> None:
+    """Rows of a block, the first at `address`, by the operator of its layout.
+
+    x: inputs, float32 or quantised as the layout wants them; y: float32 [inputs, num_rows].
+    """
+    call_address(
+        block[t.OPERATOR],
+        (
+            block[t.LAYOUT],
+            block[t.EXPAND],
+            address,
+            block[t.ROW_NBYTES],
+            num_rows,
+            cols,
+            x,
+            x_stride,
+            inputs,
+            y,
+            y_stride,
+            scratch,
+        ),
+    )
+
+
+@njit
 def multiply_block(
     geometry: Any,
     block: Any,
@@ -83,27 +119,13 @@ def multiply_block(
     y_stride: int,
     scratch: int,
 ) -> None:
-    """Rows of one block times prepared inputs from `first_input`, by the operator of its layout."""
+    """Rows of one block times prepared inputs from `first_input`."""
     stride = cols * 4
     if block[t.IS_PACKED] != 0:
         x, stride = scratch + geometry[t.SCRATCH_QUANTISED], geometry[t.QUANTISED_NBYTES]
-    call_address(
-        block[t.OPERATOR],
-        (
-            block[t.LAYOUT],
-            block[t.EXPAND],
-            address + row_in_block * block[t.ROW_NBYTES],
-            block[t.ROW_NBYTES],
-            num_rows,
-            cols,
-            x + first_input * stride,
-            stride,
-            inputs,
-            y,
-            y_stride,
-            scratch,
-        ),
-    )
+    address += row_in_block * block[t.ROW_NBYTES]
+    x += first_input * stride
+    call_operator(block, address, num_rows, cols, x, stride, inputs, y, y_stride, scratch)
 
 
 @njit
@@ -111,52 +133,5 @@ def multiply_rows(
     block: Any, address: int, num_rows: int, cols: int, x: int, quantised: int, y: int, scratch: int
 ) -> None:
     """Rows of a block, the first at `address`, times one prepared input; y: float32 [num_rows]."""
-    call_address(
-        block[t.OPERATOR],
-        (
-            block[t.LAYOUT],
-            block[t.EXPAND],
-            address,
-            block[t.ROW_NBYTES],
-            num_rows,
-            cols,
-            quantised if block[t.IS_PACKED] != 0 else x,
-            0,
-            1,
-            y,
-            0,
-            scratch,
-        ),
-    )
-
-
-@njit
-def multiply_packed(
-    block: Any,
-    address: int,
-    num_rows: int,
-    cols: int,
-    quantised: int,
-    stride: int,
-    inputs: int,
-    y: int,
-    scratch: int,
-) -> None:
-    """Rows of a packed block times quantised inputs; y: float32 [inputs, num_rows]."""
-    call_address(
-        block[t.OPERATOR],
-        (
-            block[t.LAYOUT],
-            block[t.EXPAND],
-            address,
-            block[t.ROW_NBYTES],
-            num_rows,
-            cols,
-            quantised,
-            stride,
-            inputs,
-            y,
-            num_rows * 4,
-            scratch,
-        ),
-    )
+    prepared = quantised if block[t.IS_PACKED] != 0 else x
+    call_operator(block, address, num_rows, cols, prepared, 0, 1, y, 0, scratch)

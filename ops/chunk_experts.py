@@ -15,12 +15,11 @@ from shadowlane.ops.atomics import (
     WAIT_OK,
     copy_bytes,
     load64,
-    now_ns,
     read_i32,
     read_i64,
     wait_counter,
 )
-from shadowlane.ops.blocks import multiply_packed
+from shadowlane.ops.blocks import call_operator
 from shadowlane.ops.chunk_kernels import activate_tile, expand_tile
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.expert_walk import (
@@ -224,9 +223,9 @@ def multiply_few(
     for first in range(0, inner, t.MAX_BLOCK_ROWS):
         rows = min(t.MAX_BLOCK_ROWS, inner - first)
         place = gate_at + first * gate[t.ROW_NBYTES]
-        multiply_packed(gate, place, rows, hidden, quantised, stride, count, gates, scratch)
+        call_operator(gate, place, rows, hidden, quantised, stride, count, gates, rows * 4, scratch)
         place = up_at + first * up[t.ROW_NBYTES]
-        multiply_packed(up, place, rows, hidden, quantised, stride, count, ups, scratch)
+        call_operator(up, place, rows, hidden, quantised, stride, count, ups, rows * 4, scratch)
         gate_bias = expert_bias(base, row, expert, GATE, inner, first)
         up_bias = expert_bias(base, row, expert, UP, inner, first)
         for index in range(count):
@@ -251,7 +250,7 @@ def multiply_few(
     for first in range(0, hidden, t.MAX_BLOCK_ROWS):
         rows = min(t.MAX_BLOCK_ROWS, hidden - first)
         place = down_at + first * down[t.ROW_NBYTES]
-        multiply_packed(down, place, rows, inner, quantised, stride, count, gates, scratch)
+        call_operator(down, place, rows, inner, quantised, stride, count, gates, rows * 4, scratch)
         bias = expert_bias(base, row, expert, DOWN, hidden, first)
         for index in range(count):
             result = gates + index * rows * 4
@@ -297,10 +296,9 @@ def expert_chunk_item(
         return DONE, 0
     if item >= read_i64(route + 8 * t.NUM_CHOSEN):
         return DONE, 0
-    started = now_ns()
-    if wait_ready(base, geometry, route, item) < 0:
+    waited = wait_ready(base, geometry, route, item)
+    if waited < 0:
         return ABORTED, 0
-    waited = now_ns() - started
     expert = read_i32(route + geometry[t.ROUTE_ORDER] + 4 * item)
     starts = route + geometry[t.ROUTE_STARTS] + 4 * expert
     begin, end = read_i32(starts), read_i32(starts + 4)

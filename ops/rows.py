@@ -185,6 +185,38 @@ def _by_flags(
                 write(first_set, second_set)
 
 
+Activation = Callable[[ir.IRBuilder, ir.Type, ir.Value, ir.Value], ir.Value]
+
+
+def _activate(
+    builder: ir.IRBuilder, layout: str, operands: Any, out: Any, cols: Any, activation: Activation
+) -> None:
+    """out = activation(gate + its bias, up + its bias); operands: gate, up and their biases."""
+    gate, up, gate_bias, up_bias = operands
+
+    def write(has_bias: bool) -> None:
+        def lanes(kind: ir.Type, at: ir.Value) -> None:
+            x = load(builder, kind, layout, gate, at)
+            factor = load(builder, kind, layout, up, at)
+            if has_bias:
+                x = builder.fadd(x, load(builder, kind, "f32", gate_bias, at))
+                factor = builder.fadd(factor, load(builder, kind, "f32", up_bias, at))
+            store(builder, kind, layout, activation(builder, kind, x, factor), out, at)
+
+        for_lanes(builder, cols, lanes)
+
+    for has_bias in (False, True):
+        wanted = builder.icmp_signed("!=" if has_bias else "==", gate_bias, I64(0))
+        with builder.if_then(wanted):
+            write(has_bias)
+
+
+def _one_plus_exp(builder: ir.IRBuilder, kind: ir.Type, x: ir.Value) -> ir.Value:
+    """1 + exp(-x)"""
+    power = exp(builder, kind, builder.fsub(constant(kind, -0.0), x))
+    return builder.fadd(power, constant(kind, 1.0))
+
+
 @intrinsic
 def silu_row(
     typingctx: Any,
@@ -201,27 +233,12 @@ def silu_row(
     gate, up and out of `layout`; the biases float32, or both 0 for none.
     """
 
+    def silu(builder: ir.IRBuilder, kind: ir.Type, x: ir.Value, factor: ir.Value) -> ir.Value:
+        return builder.fmul(builder.fdiv(x, _one_plus_exp(builder, kind, x)), factor)
+
     def body(builder: ir.IRBuilder, layout: str, args: Any) -> None:
-        gate, up, gate_bias, up_bias, out, cols = args
-
-        def write(has_bias: bool) -> None:
-            def lanes(kind: ir.Type, at: ir.Value) -> None:
-                x = load(builder, kind, layout, gate, at)
-                factor = load(builder, kind, layout, up, at)
-                if has_bias:
-                    x = builder.fadd(x, load(builder, kind, "f32", gate_bias, at))
-                    factor = builder.fadd(factor, load(builder, kind, "f32", up_bias, at))
-                below = builder.fadd(
-                    exp(builder, kind, builder.fsub(constant(kind, -0.0), x)), constant(kind, 1.0)
-                )
-                store(builder, kind, layout, builder.fmul(builder.fdiv(x, below), factor), out, at)
-
-            for_lanes(builder, cols, lanes)
-
-        for has_bias in (False, True):
-            wanted = builder.icmp_signed("!=" if has_bias else "==", gate_bias, I64(0))
-            with builder.if_then(wanted):
-                write(has_bias)
+        *operands, out, cols = args
+        _activate(builder, layout, operands, out, cols, silu)
 
     return types.void(*[types.int64] * 7), for_each_layout(body)
 
@@ -246,32 +263,21 @@ def clamped_row(
     """
 
     def body(builder: ir.IRBuilder, layout: str, args: Any) -> None:
-        gate, up, gate_bias, up_bias, limit, alpha, out, cols = args
+        *operands, limit, alpha, out, cols = args
 
-        def write(has_bias: bool) -> None:
-            def lanes(kind: ir.Type, at: ir.Value) -> None:
-                x = load(builder, kind, layout, gate, at)
-                factor = load(builder, kind, layout, up, at)
-                if has_bias:
-                    x = builder.fadd(x, load(builder, kind, "f32", gate_bias, at))
-                    factor = builder.fadd(factor, load(builder, kind, "f32", up_bias, at))
-                most = splat(builder, kind, limit)
-                least = builder.fsub(constant(kind, -0.0), most)
-                x = builder.select(builder.fcmp_ordered(">", x, most), most, x)
-                factor = builder.select(builder.fcmp_ordered(">", factor, most), most, factor)
-                factor = builder.select(builder.fcmp_ordered("<", factor, least), least, factor)
-                steep = builder.fmul(x, splat(builder, kind, alpha))
-                below = exp(builder, kind, builder.fsub(constant(kind, -0.0), steep))
-                below = builder.fadd(below, constant(kind, 1.0))
-                factor = builder.fadd(factor, constant(kind, 1.0))
-                store(builder, kind, layout, builder.fmul(builder.fdiv(x, below), factor), out, at)
+        def clamped(
+            builder: ir.IRBuilder, kind: ir.Type, x: ir.Value, factor: ir.Value
+        ) -> ir.Value:
+            most = splat(builder, kind, limit)
+            least = builder.fsub(constant(kind, -0.0), most)
+            x = builder.select(builder.fcmp_ordered(">", x, most), most, x)
+            factor = builder.select(builder.fcmp_ordered(">", factor, most), most, factor)
+            factor = builder.select(builder.fcmp_ordered("<", factor, least), least, factor)
+            steep = builder.fmul(x, splat(builder, kind, alpha))
+            factor = builder.fadd(factor, constant(kind, 1.0))
+            return builder.fmul(builder.fdiv(x, _one_plus_exp(builder, kind, steep)), factor)
 
-            for_lanes(builder, cols, lanes)
-
-        for has_bias in (False, True):
-            wanted = builder.icmp_signed("!=" if has_bias else "==", gate_bias, I64(0))
-            with builder.if_then(wanted):
-                write(has_bias)
+        _activate(builder, layout, operands, out, cols, clamped)
 
     i64, f32 = types.int64, types.float32
     signature = types.void(i64, i64, i64, i64, i64, f32, f32, i64, i64)

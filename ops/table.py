@@ -240,6 +240,17 @@ SPAN_FIELDS: Final = 5  # step, group, start_ns, end_ns, ns waited for the disk 
 WORKER_NBYTES: Final = WORKER_HEADER_NBYTES + SPAN_RING * SPAN_FIELDS * 8
 
 
+def _offsets(header_fields: int, sizes: dict[str, int]) -> dict[str, int]:
+    """Byte offsets of 4-byte arrays, one behind the other after a header of int64, and "nbytes"."""
+    offset = header_fields * 8
+    result = {}
+    for name, count in sizes.items():
+        result[name] = offset
+        offset += count * 4
+    result["nbytes"] = -(-offset // 64) * 64
+    return result
+
+
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
     """Offsets of the arrays in a step record. `rows` is the most rows one step may have."""
@@ -262,13 +273,7 @@ class RecordLayout:
             "inv_freq": self.sequences * self.half_dim,
             "scaling": self.sequences,
         }
-        offset = RECORD_HEADER_FIELDS * 8
-        result = {}
-        for name, count in sizes.items():
-            result[name] = offset
-            offset += count * 4
-        result["nbytes"] = -(-offset // 64) * 64
-        return result
+        return _offsets(RECORD_HEADER_FIELDS, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,13 +305,7 @@ class RouteLayout:
             "wholes": self.num_experts,
             "guesses": self.top_k,
         }
-        offset = ROUTE_HEADER_FIELDS * 8
-        result = {}
-        for name, count in sizes.items():
-            result[name] = offset
-            offset += count * 4
-        result["nbytes"] = -(-offset // 64) * 64
-        return result
+        return _offsets(ROUTE_HEADER_FIELDS, sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,20 @@ _LAYER_SHAPES = {  # GGUF name, Hugging Face name, shape
 }
 
 
+def add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """One field of metadata, of the type that its value has; None: none."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif value is not None:
+        writer.add_array(key, value)
+
+
 def decoder_shapes(num_layers: int = 2) -> dict[tuple[str, str], tuple[int, ...]]:
     """(GGUF name, Hugging Face name) of each tensor of a small decoder -> its shape."""
     shapes: dict[tuple[str, str], tuple[int, ...]] = {
@@ -71,16 +85,7 @@ def write_gguf(
     for key, value in numbers.items():
         full_key = key if key.startswith(("general.", "tokenizer.", "split.")) else None
         full_key = full_key or f"{architecture}.{key}"
-        if isinstance(value, str):
-            writer.add_string(full_key, value)
-        elif isinstance(value, bool):
-            writer.add_bool(full_key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(full_key, value)
-        elif isinstance(value, float):
-            writer.add_float32(full_key, value)
-        elif value is not None:
-            writer.add_array(full_key, value)
+        add_field(writer, full_key, value)
     if tokens is not None:
         writer.add_token_list(tokens)
         writer.add_token_scores([-float(index) for index in range(len(tokens))])

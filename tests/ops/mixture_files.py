@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import safetensors.torch
 import torch
+from filemaking import add_field
 
 ARCHITECTURES = {
     "mixtral": "llama",
@@ -136,7 +137,7 @@ def write_mixture_gguf(
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {**_fields(config), **(fields or {})}.items():
-        _add_field(writer, f"{architecture}.{key}", value)
+        add_field(writer, f"{architecture}.{key}", value)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, tensor in model.state_dict().items():
         if ".experts." in name or (name == "lm_head.weight" and config["tie_word_embeddings"]):
@@ -216,16 +217,3 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
         fields["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
         fields["expert_gating_func"] = _GATING_OF_GPT_OSS
     return fields
-
-
-def _add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif value is not None:
-        writer.add_array(key, value)
