@@ -74,7 +74,7 @@ class Engine:
         workers = sum(len(cores) for cores in settings.cores)
         whole, self.files = read_blueprint(root, options, workers)
         self.blueprint = blueprint or whole
-        check_routing(self.blueprint, settings)
+        self._trace = check_routing(self.blueprint, settings)
         self.settings = settings
         self.crew = Crew(host, settings, self.blueprint, self.files)
         self.lanes = self.crew.lanes
@@ -174,10 +174,10 @@ class Engine:
 
     def _open_routing(self, arena: Arena) -> None:
         """Recording and replay of routes, where they were asked for."""
-        settings = self.settings
-        if settings.trace_routing or settings.replay_routing:
-            self._routing = RoutingTap(arena, self.layout, self.blueprint, settings)
-        if settings.replay_routing is not None:
+        record = self.settings.trace_routing
+        if record is not None or self._trace is not None:
+            self._routing = RoutingTap(arena, self.layout, self.blueprint, self._trace, record)
+        if self._trace is not None:
             self.notes.append(
                 "routers choose what a trace says: for measurements, what is written means nothing"
             )

@@ -94,7 +94,7 @@ class _Guess:
 
 
 class ExpertReader:
-    """See the module. Fill the slots, then `follow` and any number of `work`, each in a thread."""
+    """See the module. `begin`, fill the slots, then `follow` and some `work`, each in a thread."""
 
     def __init__(
         self,
@@ -139,8 +139,6 @@ class ExpertReader:
         self._orders = [fields(layer, "order", self._per_layer) for layer in layers]
         self._missing = [fields(layer, "missing", self._per_layer) for layer in layers]
         self._guesses = [fields(layer, "guesses", self._top_k) for layer in layers]
-        self._heat: Heat | None = None
-        self._make_cache()
         self._changed = threading.Condition()
         self._certain: deque[tuple[_Fetch, Extent]] = deque()
         self._likely: deque[tuple[_Fetch, Extent]] = deque()  # read where nothing is certain
@@ -162,33 +160,29 @@ class ExpertReader:
     def cache(self) -> ExpertCache:
         return self._cache
 
-    def _make_cache(self, policy: str | None = None) -> None:
-        rivals = POLICIES if policy is None else (policy_named(policy),)
-        current = MIXTURE if policy is None else rivals[0]
-        shape = (self._num_layers, self._per_layer)
-        self._cache = ExpertCache(*shape, self._num_slots, current, heat=self._heat)
-        self._chooser = Chooser(
-            *shape,
-            self._top_k,
-            self._num_slots,
-            policies=rivals,
-            current=current,
-            heat=self._heat,
-        )
-        # What is in RAM is what the words say: they outlive this process.
-        held = {int(word) & SLOT_MASK: key for key, word in enumerate(self._words.tolist()) if word}
-        for key in held.values():
-            self._cache.insert(key)
-        self._free = [slot for slot in range(self._num_slots) if slot + 1 not in held]
-
     # -- from run to run
 
     def begin(self, heat: Heat | None, policy: str | None) -> None:
         """What earlier runs chose, and the policy that stays, if one is to. Before all reads."""
         if heat is not None:
             heat.check(self._model, self._num_layers, self._per_layer)
-        self._heat = heat
-        self._make_cache(policy)
+        rivals = POLICIES if policy is None else (policy_named(policy),)
+        current = MIXTURE if policy is None else rivals[0]
+        shape = (self._num_layers, self._per_layer)
+        self._cache = ExpertCache(*shape, self._num_slots, current, heat=heat)
+        self._chooser = Chooser(
+            *shape,
+            self._top_k,
+            self._num_slots,
+            policies=rivals,
+            current=current,
+            heat=heat,
+        )
+        # What is in RAM is what the words say: they outlive this process.
+        held = {int(word) & SLOT_MASK: key for key, word in enumerate(self._words.tolist()) if word}
+        for key in held.values():
+            self._cache.insert(key)
+        self._free = [slot for slot in range(self._num_slots) if slot + 1 not in held]
 
     def heat(self) -> Heat:
         """What this run has chosen."""

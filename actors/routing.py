@@ -8,6 +8,8 @@ random weights, whose routers choose like nobody's.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from shadowlane.actors.arena import Arena, ArenaLayout
@@ -52,7 +54,9 @@ def check_routing(blueprint: Blueprint, settings: EngineSettings) -> Trace | Non
     if settings.replay_routing is None:
         return None
     trace = read_trace(settings.replay_routing)
-    trace.check(trace.model.name, model.num_layers, model.num_experts, model.top_k)
+    shape = (model.num_layers, model.num_experts, model.top_k)
+    if (trace.num_layers, trace.num_experts, trace.top_k) != shape:  # of any model, if it fits
+        trace.check(model.name, *shape)
     ranked = np.sort(trace.choices, axis=-1)
     is_whole = (ranked[..., 0] >= 0) & (np.diff(ranked, axis=-1) > 0).all(axis=-1)
     if not is_whole.all():
@@ -96,19 +100,24 @@ class Routes:
 class RoutingTap:
     """Records the routes of every step, or makes steps choose what a trace says, or both.
 
-    A trace begins again at its end. Raises OSError, and ValueError for a trace of another shape.
+    A trace begins again at its end. Raises OSError.
     """
 
     def __init__(
-        self, arena: Arena, layout: ArenaLayout, blueprint: Blueprint, settings: EngineSettings
+        self,
+        arena: Arena,
+        layout: ArenaLayout,
+        blueprint: Blueprint,
+        trace: Trace | None,
+        record: Path | None,
     ) -> None:
+        """trace: what `check_routing` gave; record: the file to be written."""
         self._routes = Routes(arena, layout, blueprint)
-        trace = check_routing(blueprint, settings)
         self._choices = None if trace is None else trace.choices  # [tokens, layers, top_k]
         self._next = 0
         self._writer: TraceWriter | None = None
-        if settings.trace_routing is not None:
-            self._writer = TraceWriter(settings.trace_routing, routed_model(blueprint))
+        if record is not None:
+            self._writer = TraceWriter(record, routed_model(blueprint))
         self._turn = -1
         self._was_prefill = False
 

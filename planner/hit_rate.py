@@ -27,8 +27,16 @@ def missing_nbytes(experts: Experts | None, slots: int) -> int:
     """Bytes that one token's experts are expected to cost in reads."""
     if experts is None:
         return 0
-    missing = experts.top_k * (1.0 - assumed_hit_rate(slots, experts.total))
-    return round(experts.num_layers * missing * experts.held_nbytes)
+    return round(experts.num_layers * missing_nbytes_of_layer(experts, slots, 1, is_decode=True))
+
+
+def missing_nbytes_of_layer(experts: Experts, slots: int, rows: int, *, is_decode: bool) -> float:
+    """Bytes of what the rows of a step choose in one layer and RAM has not."""
+    chosen = expected_distinct(experts.per_layer, experts.top_k, rows)
+    # what most rows of a chunk choose in the end is everything, whether it is a favourite or not
+    part = slots / experts.total
+    rate = assumed_hit_rate(slots, experts.total) if is_decode else part
+    return chosen * (1.0 - rate) * experts.held_nbytes
 
 
 def expected_distinct(num_experts: int, top_k: int, rows: int) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import DECODE, CostModel, Workload
-from shadowlane.planner.hit_rate import assumed_hit_rate, expected_distinct
+from shadowlane.planner.hit_rate import missing_nbytes_of_layer
 from shadowlane.planner.placement import DISK_LANE, LaneSpec, Placement, Share
 from shadowlane.planner.program import cut
 
@@ -171,12 +171,10 @@ def _missing_experts_s(catalog: Catalog, slots: int, cost: CostModel, workload: 
     experts = catalog.experts
     if experts is None or slots >= experts.total:
         return 0.0
-    chosen = expected_distinct(experts.per_layer, experts.top_k, workload.rows)
-    # what most rows choose in the end is everything, whether it is a favourite or not
-    part = slots / experts.total
-    rate = assumed_hit_rate(slots, experts.total) if workload.phase == "decode" else part
-    seconds_per_byte = 1.0 / cost.disk_bytes_per_s(experts.held_nbytes, contended=False)
-    return chosen * (1.0 - rate) * experts.held_nbytes * seconds_per_byte * cost.disk_drift
+    is_decode = workload.phase == "decode"
+    nbytes = missing_nbytes_of_layer(experts, slots, workload.rows, is_decode=is_decode)
+    bytes_per_s = cost.disk_bytes_per_s(experts.held_nbytes, contended=False)
+    return nbytes / bytes_per_s * cost.disk_drift
 
 
 def missing_embedding(catalog: Catalog, resident: Sequence[bool]) -> float:

@@ -238,6 +238,23 @@ def test_a_trace_that_does_not_choose_whole_rows_is_refused(
         pass
 
 
+def test_a_trace_of_another_shape_is_refused_and_told_what_this_model_is(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    other = cut(tiny_model(MANY, num_experts=32), OPTIONS, ONE_THREAD)
+    shape = routed_model(other)
+    with TraceWriter(tmp_path / "trace.jsonl", shape) as writer:
+        choices = np.tile(np.arange(shape.top_k, dtype=np.int16), (4, shape.num_layers, 1))
+        writer.step(choices, turn=0, is_prefill=False)
+    model = tiny_model(MANY)
+    mine = routed_model(cut(model, OPTIONS, ONE_THREAD))
+    with (
+        pytest.raises(ValueError, match=f"must be of {mine.name} .* it is of {shape.name} "),
+        running(model, options=OPTIONS, replay_routing=tmp_path / "trace.jsonl"),
+    ):
+        pass
+
+
 def test_a_run_is_recorded_and_can_be_replayed(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
