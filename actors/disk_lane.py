@@ -31,7 +31,12 @@ from shadowlane.actors.arena import (
     ArenaLayout,
 )
 from shadowlane.actors.blueprint import PAGE, Blueprint
-from shadowlane.actors.expert_reader import ExpertReader, ExpertStatistics, all_extents
+from shadowlane.actors.expert_reader import (
+    ExpertReader,
+    ExpertStatistics,
+    all_extents,
+    read_error,
+)
 from shadowlane.actors.expert_sources import Extent
 from shadowlane.actors.file_range import FileRange
 from shadowlane.actors.lowering import lane_number
@@ -46,6 +51,7 @@ from shadowlane.ops.atomics import (
     publish,
     wait_counter,
 )
+from shadowlane.ops.file_reads import read_range
 from shadowlane.planner.heat import Heat
 from shadowlane.planner.program import Program, Read
 
@@ -156,8 +162,11 @@ class DiskLane:
                 blueprint,
                 layout,
                 self._arena,
-                self._read_missing,
-                self._is_over,
+                self._files,
+                self._check_all_unchanged,
+                self._statistics,
+                (BUSY_NS, NUM_READS, NUM_SPANS, EXPERT_NBYTES),
+                self._spans,
                 ExpertStatistics(self._statistics[EXPERT_STATISTICS:]),
                 looks_ahead=prefetch,
             )
@@ -274,6 +283,8 @@ class DiskLane:
         with self._lock:
             self._stopping = True
             self._lock.notify_all()
+        if self._experts is not None:
+            self._experts.stop()
 
     def run(self) -> str | None:
         """Read until `stop` or the abort word. Returns the error that ended it, if any."""
@@ -283,7 +294,9 @@ class DiskLane:
         ]
         loops = [self._gather_steps]
         if self._experts is not None and not self._experts.holds_all:
-            loops += [self._experts.follow] + self._depth * [self._experts.work]
+            self._experts.start()
+            loops += [self._experts.follow, self._experts.serve]
+            loops += self._depth * [self._experts.work]
         threads += [
             threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops
         ]
@@ -438,11 +451,9 @@ class DiskLane:
             if stamp.path == path:
                 stamp.check_unchanged()
 
-    def _read_missing(self, extent: Extent, home: int, step: int, number: int) -> None:
-        """For the expert reader."""
-        nbytes = self._read(extent, home, step, number)
-        with self._lock:
-            self._statistics[EXPERT_NBYTES] += nbytes
+    def _check_all_unchanged(self) -> None:
+        for stamp in self._stamps:
+            stamp.check_unchanged()
 
     def _read(self, source: FileRange, home: int, step: int, number: int) -> int:
         """Read an enclosing range to an arena offset. Returns the bytes wanted of it.
@@ -478,16 +489,16 @@ class ModelFile:
         self.direct = direct
         self._closing: list[Callable[[], object]] = []
         self._buffered = self._open(os.O_RDONLY)
-        self._descriptor = self._buffered
+        self.descriptor = self._buffered
         if direct:
             try:
-                self._descriptor = self._open(os.O_RDONLY | os.O_DIRECT)
+                self.descriptor = self._open(os.O_RDONLY | os.O_DIRECT)
                 self._probe()
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 self.direct = False
-                self._descriptor = self._buffered
+                self.descriptor = self._buffered
 
     def close(self) -> None:
         """Close the descriptors, as happens with the last reference; no read may be under way."""
@@ -503,30 +514,20 @@ class ModelFile:
         """Some file systems accept the flag and refuse the read."""
         buffer = np.zeros(2 * PAGE, np.uint8)
         start = -int(buffer.ctypes.data) % PAGE
-        os.preadv(self._descriptor, [memoryview(buffer)[start : start + PAGE]], 0)
+        os.preadv(self.descriptor, [memoryview(buffer)[start : start + PAGE]], 0)
 
     def read_block(self, source: FileRange, memory: np.ndarray, home: int) -> None:
         """Read a block's enclosing range to `memory[home:]`; the weights begin at its skew."""
-        wanted = source.skew + source.nbytes
-        start = source.offset - source.skew
-        done = 0
-        while done < wanted:
-            # NOTE: after a short read the rest begins again at a page, as direct reads must.
-            done -= done % PAGE
-            target = memoryview(memory[home + done : home + source.held_nbytes])
-            try:
-                count = os.preadv(self._descriptor, [target], start + done)
-            except OSError as error:
-                raise named(error, self.path) from error
-            if done + count < wanted and count < PAGE:
-                raise ValueError(
-                    f"{self.path}: must hold {source.nbytes} bytes at {source.offset}; "
-                    f"it ends {wanted - done - count} bytes early"
-                )
-            done += count
-        if not self.direct:
-            # what was read lives in the arena now; a second copy in the page cache helps nobody
-            os.posix_fadvise(self._descriptor, start, source.held_nbytes, os.POSIX_FADV_DONTNEED)
+        failed = read_range(
+            self.descriptor,
+            source.offset - source.skew,
+            source.skew + source.nbytes,
+            source.held_nbytes,
+            int(memory.ctypes.data) + home,
+            int(self.direct),
+        )
+        if failed != 0:
+            raise read_error(failed, self.path, source.nbytes, source.offset)
 
     def read_small(self, offset: int, nbytes: int) -> bytes:
         """A few bytes through the page cache, which keeps the rows of common tokens."""

@@ -130,6 +130,15 @@ def make_geometry(
     return geometry
 
 
+def expert_geometry(blueprint: Blueprint, layout: ArenaLayout) -> np.ndarray:
+    """The fields of a geometry that tell of experts, all others 0: for the disk lane."""
+    geometry = np.zeros(t.GEOMETRY_FIELDS, np.int64)
+    geometry[t.ABORT], geometry[t.COUNTERS] = layout.abort, layout.counters
+    for field, value in _expert_fields(blueprint, layout).items():
+        geometry[field] = value
+    return geometry
+
+
 def _expert_fields(blueprint: Blueprint, layout: ArenaLayout) -> dict[int, int]:
     """The part of the geometry that describes the experts of a mixture; 0 in a dense model."""
     moe, scratch = blueprint.config.moe, layout.scratch

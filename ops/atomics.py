@@ -82,17 +82,25 @@ swap32 = _atomic_exchange("swap32", "xchg", I32, types.int32)
 add32 = _atomic_exchange("add32", "add", I32, types.int32)
 
 
-@intrinsic
-def compare_swap64(typingctx: Any, address: Any, expected: Any, desired: Any) -> Any:
+def _compare_swap(name: str, element: ir.IntType, held: types.Integer) -> Any:
     """1 if the word held `expected` and now holds `desired`, else 0."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pair = builder.cmpxchg(
-            _pointer(builder, args[0], I64), args[1], args[2], "seq_cst", "seq_cst"
-        )
-        return builder.zext(builder.extract_value(pair, 1), I64)
+    @intrinsic
+    def compare_swap(typingctx: Any, address: Any, expected: Any, desired: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pair = builder.cmpxchg(
+                _pointer(builder, args[0], element), args[1], args[2], "seq_cst", "seq_cst"
+            )
+            return builder.zext(builder.extract_value(pair, 1), I64)
 
-    return types.int64(types.int64, types.int64, types.int64), codegen
+        return types.int64(types.int64, held, held), codegen
+
+    compare_swap.__name__ = name
+    return compare_swap
+
+
+compare_swap32 = _compare_swap("compare_swap32", I32, types.int32)
+compare_swap64 = _compare_swap("compare_swap64", I64, types.int64)
 
 
 def _plain_load(name: str, element: ir.Type, result: Any, align: int) -> Any:
@@ -262,6 +270,44 @@ def wait_counter(counter: int, wanted: int, abort: int, spin_ns: int, timeout_ns
             return WAIT_ABORTED
         if timeout_ns > 0 and now_ns() - started > timeout_ns:
             return WAIT_TIMED_OUT
+
+
+@njit
+def sleep_in(bed: int, wakes: int, timeout_ns: int) -> None:
+    """Sleep until somebody wakes the bed; not at all if its count of wake-ups is not `wakes`.
+
+    Who sleeps in a bed without a counter says so first (`add32(bed, 1)`), reads the count, looks
+    once more at what it waits for, and says afterwards that it is up (`add32(bed, -1)`).
+    """
+    pause = _stack_pair()
+    write_i64(pause, timeout_ns // 1_000_000_000)
+    write_i64(pause + 8, timeout_ns % 1_000_000_000)
+    _syscall(SYS_FUTEX, bed + 4, FUTEX_WAIT, types.int64(wakes), pause, 0, 0)
+
+
+@njit
+def wake_bed(bed: int) -> None:
+    """Wake all who sleep in a bed, if anybody does."""
+    if load32(bed) != 0:
+        _wake(bed)
+
+
+# A mutex between the threads of one process, whose death takes it along: 0 free, 1 held, 2 held
+# and somebody may sleep on it.
+
+
+@njit
+def lock(mutex: int) -> None:
+    if compare_swap32(mutex, types.int32(0), types.int32(1)) != 0:
+        return
+    while swap32(mutex, types.int32(2)) != 0:
+        _syscall(SYS_FUTEX, mutex, FUTEX_WAIT, 2, 0, 0, 0)
+
+
+@njit
+def unlock(mutex: int) -> None:
+    if swap32(mutex, types.int32(0)) == 2:
+        _syscall(SYS_FUTEX, mutex, FUTEX_WAKE, 1, 0, 0, 0)
 
 
 # Tickets: a 64-bit word holds (step << 32 | count). A worker that comes a whole step late finds a

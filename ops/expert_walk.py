@@ -29,6 +29,7 @@ from shadowlane.ops.atomics import (
     relax,
     rest,
     wait_counter,
+    wake_bed,
     write_i64,
 )
 from shadowlane.ops.blocks import multiply_rows
@@ -107,7 +108,10 @@ def finish_expert(base: int, geometry: Any, route: int, layer: int, expert: int)
     word = word_at(base, geometry, layer, expert)
     older = read_i64(route + 8 * t.ROUTE_SEQUENCE) - 1
     write_i64(word, (older << t.SLOT_BITS) | (load64(word) & SLOT_MASK))
-    if add32(route + 8 * t.NUM_FINISHED, np.int32(1)) + 1 == read_i64(route + 8 * t.NUM_CHOSEN):
+    finished = add32(route + 8 * t.NUM_FINISHED, np.int32(1)) + 1
+    # NOTE: behind an atomic operation: whoever goes to bed looks at the word after saying so.
+    wake_bed(base + geometry[t.ROUTE_NUMBER] + 8 * t.STARVED)
+    if finished == read_i64(route + 8 * t.NUM_CHOSEN):
         counter = base + geometry[t.COUNTERS] + geometry[t.SUMMED_COUNTER] * t.COUNTER_NBYTES
         publish(counter, np.int32(older + 1))
 

@@ -118,12 +118,6 @@ def mark_used(word: int, number: int) -> bool:
 
 
 @njit
-def compare_swap(word: int, expected: int, desired: int) -> bool:
-    """For the disk lane, which is Python: put `desired` in a word that holds `expected`."""
-    return compare_swap64(word, expected, desired) != 0
-
-
-@njit
 def route(base: int, geometry: Any, row: Any, step: int, num_rows: int, is_decode: int) -> None:
     """Choose for every row, mark what is in RAM, and ask the disk lane for the rest.
 

@@ -221,7 +221,8 @@ ROUTE_FORCED: Final = 1 + ROUTE_RING
 LOOKS_AHEAD: Final = 2 + ROUTE_RING  # 1 if the next layer's experts are to be guessed
 NEWEST_REQUEST: Final = 3 + ROUTE_RING  # the newest route that misses experts
 NEWEST_GUESS: Final = 4 + ROUTE_RING  # number of the sparse layer + 1 of the newest guess
-ROUTE_WORDS: Final = 5 + ROUTE_RING
+STARVED: Final = 5 + ROUTE_RING  # a bed: the disk lane sleeps here until a slot may be emptied
+ROUTE_WORDS: Final = 6 + ROUTE_RING
 SLOT_BITS: Final = 24  # of an expert's word: slot + 1, or 0; above them the route that used it last
 
 NUM_BEDS: Final = 64  # of a counter's sleepers, see `atomics.py`

@@ -16,7 +16,7 @@ from typing import Any
 
 from numba import types
 
-from shadowlane.ops import atomics, routes
+from shadowlane.ops import atomics, file_reads
 from shadowlane.ops.compiled import compiled_code_directory
 
 I32, I64 = types.int32, types.int64
@@ -38,7 +38,28 @@ def counter_kernels() -> Kernels:
         (atomics.wait_counter, (I64, I64, I64, I64, I64)),
         (atomics.wait_counter, (I64, I32, I64, I64, I64)),
         (atomics.wake_all, (I64,)),
-        (routes.compare_swap, (I64, I64, I64)),
+        (file_reads.read_range, (I64, I64, I64, I64, I64, I64)),
+    )
+
+
+def expert_kernels() -> Kernels:
+    """What the disk lane calls where not all experts of a mixture are in RAM."""
+    from shadowlane.ops import missing_experts as reads
+
+    tables = {"extents", "fetches", "certain", "likely", "victims", "victim_words", "spans"}
+    tables |= {"guess_ids", "guess_slots"}
+    fields = [TABLE if name in tables else ROW for name in reads.Board._fields]
+    board = types.NamedTuple(fields, reads.Board)
+    place = (I64, ROW, board)
+    flags = types.Array(types.boolean, 1, "C")
+    return (
+        (reads.follow_requests, place),
+        (reads.read_missing, place),
+        (reads.end_reads, place),
+        (reads.sleep_until_told, (board, I64)),
+        (reads.look_at_slots, (*place, ROW, flags)),
+        (reads.set_victims, (board, TABLE, ROW, ROW)),
+        (reads.take_counts, (board, ROW)),
     )
 
 
@@ -63,6 +84,11 @@ def prefill_kernels() -> Kernels:
 def warm_counters() -> None:
     """Make ready what engine and disk lane call."""
     _load_kernels("counters", counter_kernels)
+
+
+def warm_experts() -> None:
+    """Make ready what the disk lane of a mixture calls."""
+    _load_kernels("experts", expert_kernels)
 
 
 def warm_decode() -> None:

@@ -266,6 +266,39 @@ class ExpertCache:
                 return int(done[self._score[done].argmin()])
         return None
 
+    def victims(self, count: int, may_go: Bools) -> tuple[Keys, Keys]:
+        """Up to `count` victims beforehand: (keys [lists, n], the list of each layer [layers]).
+
+        Keys of a list rise by what they are worth; -1 where it has no more. may_go: [keys] of what
+        is resident. Over one pool there is one list; by layers a list of each, and those that have
+        fewer slots than their part take from the layer that has most over it.
+        """
+        pools = np.where(may_go, self._priority, np.inf)
+        if self.policy.scope == "global":
+            pools, lists = pools[None], np.zeros(self.num_layers, np.intp)
+        else:
+            pools, lists = pools.reshape(self.num_layers, -1), np.arange(self.num_layers)
+            over = self._held - self._quotas
+            lists = np.where(over < 0, over.argmax(), lists)
+        count = min(count, pools.shape[1])
+        keys = np.argpartition(pools, count - 1, axis=1)[:, :count]
+        order = np.argsort(np.take_along_axis(pools, keys, 1), axis=1, kind="stable")
+        keys = np.take_along_axis(keys, order, 1)
+        is_none = np.take_along_axis(pools, keys, 1) == np.inf
+        keys += pools.shape[1] * np.arange(len(pools))[:, None]
+        keys[is_none] = -1
+        return keys, lists
+
+    def hold(self, resident: Bools) -> None:
+        """What has a slot now, in place of all that was known. Raises ValueError beyond `slots`."""
+        num_held = int(np.count_nonzero(resident))
+        if num_held > self.slots:
+            raise ValueError(f"{self.slots} slots must hold what is resident; got {num_held}")
+        self._resident[:] = resident
+        self._held[:] = resident.reshape(self.num_layers, -1).sum(1)
+        self._num_held = num_held
+        self.use(self.policy)
+
     def insert(self, key: int) -> None:
         """`key` has a slot now. Raises ValueError if it had one, or if there is none."""
         if self._resident[key]:
