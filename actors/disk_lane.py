@@ -40,6 +40,7 @@ from shadowlane.actors.expert_reader import (
 from shadowlane.actors.expert_sources import Extent
 from shadowlane.actors.file_range import FileRange
 from shadowlane.actors.lowering import lane_number
+from shadowlane.actors.predecessor import take_over
 from shadowlane.actors.scratch import gather_stride
 from shadowlane.actors.spec import READ_DEPTH
 from shadowlane.ops import table as t
@@ -67,8 +68,10 @@ LOOK_UP_NS = 50_000_000
     NUM_SPANS,
     BUFFERED,
     EXPERT_NBYTES,
+    OWNER,  # see `predecessor.py`; two fields
+    _,
     EXPERT_STATISTICS,  # NUM_EXPERT_STATISTICS fields
-) = range(9)
+) = range(11)
 
 Span = Callable[[str], AbstractContextManager[object]]
 
@@ -138,6 +141,7 @@ class DiskLane:
             paths |= {each.path for one in blueprint.experts.sources for each in one.extents}
         self._files = {path: ModelFile(path, direct) for path in sorted(paths)}
         self._statistics = self._arena.view(layout.disk, np.int64, DISK_STATISTICS)
+        take_over(self._statistics[OWNER : OWNER + 2])
         self._statistics[BUFFERED] = int(any(not each.direct for each in self._files.values()))
         self._spans = self._arena.view(
             layout.disk + DISK_STATISTICS * 8, np.int64, DISK_SPAN_RING, DISK_SPAN_FIELDS

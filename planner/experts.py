@@ -281,7 +281,7 @@ class ExpertCache:
             over = self._held - self._quotas
             lists = np.where(over < 0, over.argmax(), lists)
         count = min(count, pools.shape[1])
-        keys = np.argpartition(pools, count - 1, axis=1)[:, :count]
+        keys = np.sort(np.argpartition(pools, count - 1, axis=1)[:, :count], axis=1)
         order = np.argsort(np.take_along_axis(pools, keys, 1), axis=1, kind="stable")
         keys = np.take_along_axis(keys, order, 1)
         is_none = np.take_along_axis(pools, keys, 1) == np.inf

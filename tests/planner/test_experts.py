@@ -240,3 +240,38 @@ def test_mistakes_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             call()
+
+
+@every
+@few
+@given(routes(), st.integers(1, LAYERS * EXPERTS), st.randoms())
+def test_victims_beforehand_are_those_that_would_be_asked_for(
+    policy: Policy, given_routes: list[Route], slots: int, random: np.random.Generator
+) -> None:
+    cache = filled(slots, policy)
+    for layer, ids in given_routes:
+        serve(cache, layer, ids)
+    may_go = np.array([random.random() < 0.7 for _ in range(LAYERS * EXPERTS)])
+    may_go &= np.isin(np.arange(LAYERS * EXPERTS), cache.resident())
+    keys, lists = cache.victims(LAYERS * EXPERTS, may_go)
+    for layer in range(LAYERS):
+        listed = [key for key in keys[lists[layer]].tolist() if key >= 0]
+        assert all(may_go[key] for key in listed)
+        assert len(set(listed)) == len(listed)
+        asked = cache.victim(layer, may_go)
+        if listed:
+            assert asked == listed[0]
+
+
+def test_what_is_held_can_be_told_anew() -> None:
+    cache = filled(6, MIXTURE)
+    cache.touch(1, [3])
+    resident = np.zeros(LAYERS * EXPERTS, np.bool_)
+    resident[[1, EXPERTS + 3, 2 * EXPERTS]] = True
+    cache.hold(resident)
+    assert cache.resident().tolist() == [1, EXPERTS + 3, 2 * EXPERTS]
+    assert len(cache) == 3
+    keys, _ = cache.victims(6, resident)
+    assert EXPERTS + 3 not in keys  # the newest route chose it
+    with pytest.raises(ValueError, match="6 slots must hold what is resident; got 7"):
+        cache.hold(np.arange(LAYERS * EXPERTS) < 7)
