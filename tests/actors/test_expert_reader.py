@@ -29,7 +29,7 @@ from shadowlane.ops.expert_walk import finish_expert
 from shadowlane.ops.routes import SLOT_MASK, call_disk_lane, route
 
 OPTIONS = Options(context=96, prefill_chunk=16, dtype="float32")
-EXPERTS, TOP_K, LAYERS = 16, 2, 2
+EXPERTS, TOP_K, LAYERS = 16, 2, 3
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +210,9 @@ def test_victims_that_were_used_since_stay(model: Path) -> None:
     first, second, third, *_ = sorted(alone.resident())[:3]
     missing = [key for key in range(EXPERTS) if key not in alone.resident()]
     with threads_of(alone, alone.reader.serve, alone.reader.work):
+        alone.choose(1, [0, 1])
+        assert alone.is_ready(1)
+        alone.finish(1, [0, 1])
         alone.let_go(first, second, third)
         alone.choose(0, [first, third])
         assert alone.is_ready(0)
@@ -218,7 +221,7 @@ def test_victims_that_were_used_since_stay(model: Path) -> None:
         assert alone.is_ready(0)
         assert second not in alone.resident()
         assert {first, third, *missing[:2]} <= alone.resident()
-        # the list gave one; the other is of those whose use was longest ago, here: never
+        # the list gave one; the other is one of those whose use was longest ago
         assert alone.state[reads.NUM_OLDEST] == 1
 
 
