@@ -27,9 +27,20 @@ ON_DEMAND, CHOSEN, OPTIMUM = "on demand", "chosen on line", "optimum"
 
 
 @dataclass(frozen=True, slots=True)
+class Delays:
+    """What neither disk nor memory takes, in seconds."""
+
+    start_s: float = 0.0  # from a router's choice to the first read for it
+    arrive_s: float = 0.0  # from the end of a read until a worker is up to compute what it brought
+    layer_s: float = 0.0  # workers that wait for each other, over all instructions of a layer
+    step_s: float = 0.0  # between two steps
+
+
+@dataclass(frozen=True, slots=True)
 class Speeds:
     disk_bytes_per_s: float  # at reads of one expert
     dram_bytes_per_s: float  # of the compute lanes together, while the disk works
+    delays: Delays = Delays()
 
     def __post_init__(self) -> None:
         if min(self.disk_bytes_per_s, self.dram_bytes_per_s) <= 0:
@@ -194,19 +205,21 @@ def time_step(
 ) -> Timing:
     """One step, layer by layer: hits and misses are experts of each layer.
 
-    A layer reads its dense weights, then its router chooses; its misses are read one after the
-    other at full speed while its hits are computed, and what arrives is computed at once.
+    A layer reads its dense weights, then its router chooses; a little later its misses are read,
+    one after the other at full speed, while its hits are computed, and what arrives is computed at
+    once, but for the time that it takes to wake up.
 
     guesses: per layer, what look-ahead believes it will miss, in order: True if it will. They are
     known when the router of the layer before has chosen, and read behind what is certain; when the
     layer's own router has chosen, the wrong ones that are not under way are withdrawn.
     """
+    delays = speeds.delays
     now = disk_free = busy = 0.0
     wasted = 0
     queue: list[bool] = []  # guesses of the layer that comes
     for layer, nbytes in enumerate(model.expert_nbytes):
         read_s, compute_s = nbytes / speeds.disk_bytes_per_s, nbytes / speeds.dram_bytes_per_s
-        router_s = now + model.dense_nbytes[layer] / speeds.dram_bytes_per_s
+        router_s = now + delays.layer_s + model.dense_nbytes[layer] / speeds.dram_bytes_per_s
         arrivals: list[float] = []
         for is_right in queue:
             if disk_free >= router_s:
@@ -218,17 +231,18 @@ def time_step(
             else:
                 wasted += nbytes
         now = router_s
-        disk_free = max(disk_free, now)
+        disk_free = max(disk_free, now + delays.start_s)
         for _ in range(misses[layer] - len(arrivals)):
             disk_free += read_s
             busy += read_s
             arrivals.append(disk_free)
         now += hits[layer] * compute_s
         for arrival in arrivals:
-            now = max(now, arrival) + compute_s
+            is_late = arrival > now
+            now = max(now, arrival) + compute_s + (delays.arrive_s if is_late else 0.0)
         if guesses is not None and layer + 1 < len(guesses):
             queue = list(guesses[layer + 1])
-    now += model.outside_nbytes / speeds.dram_bytes_per_s
+    now += model.outside_nbytes / speeds.dram_bytes_per_s + delays.step_s
     return Timing(now, busy, wasted)
 
 
