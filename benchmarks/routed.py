@@ -234,6 +234,15 @@ def report(
         f"from disk, or the rest from DRAM, whichever is longer): "
         f"{100 * part.median:.0f} % of it reached"
     )
+    busy = spread(each.busy_s_per_token for each in readings[COMPETING])
+    assert busy is not None, "there is at least one round"
+    own_s = max(best_miss / fio.median, busy.median)
+    own = spread(each * own_s for each in ours)
+    assert own is not None, "there is at least one round"
+    print(
+        f"\nThe compute lane was busy for {1e3 * busy.median:.0f} ms of each token; with these in "
+        f"place of DRAM the bound is {1 / own_s:.2f} tok/s: {100 * own.median:.0f} % of it reached"
+    )
 
 
 if __name__ == "__main__":

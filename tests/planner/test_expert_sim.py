@@ -10,6 +10,7 @@ import pytest
 from shadowlane.planner.chooser import Chooser
 from shadowlane.planner.expert_sim import (
     CHOSEN,
+    Delays,
     Replay,
     Speeds,
     bound_s,
@@ -96,6 +97,17 @@ def test_a_step_is_timed_layer_by_layer() -> None:
     assert time_step(MODEL, [1, 3], [0, 0], SPEEDS).seconds == pytest.approx(
         (100 + 200 + 50 + 10 + 3 * 20) / 10
     )
+
+
+def test_delays_are_paid_where_they_arise() -> None:
+    # Layer 0: 13 s until its router has chosen, read 15..25, and a worker is up at 26.
+    # Layer 1: its router has chosen at 50, reads 52..72..92; computed by 75, and by 95.
+    delays = Delays(start_s=2.0, arrive_s=1.0, layer_s=3.0, step_s=4.0)
+    step = time_step(MODEL, [1, 0], [1, 2], replace(SPEEDS, delays=delays))
+    assert step.seconds == pytest.approx(25 + 1 + 1 + 3 + 20 + 2 + 40 + 1 + 2 + 5 + 4)
+    # Nothing is missing: nobody waits for a read.
+    step = time_step(MODEL, [1, 3], [0, 0], replace(SPEEDS, delays=delays))
+    assert step.seconds == pytest.approx((100 + 200 + 50 + 10 + 3 * 20) / 10 + 2 * 3 + 4)
 
 
 def test_hits_are_computed_while_misses_are_read() -> None:
