@@ -1,0 +1,279 @@
+"""A plan over cards, processor, RAM and disk played through: the seconds of one step.
+
+The activation is wherever the last group left it; each side that takes part in a group waits until
+it has arrived there, which costs a crossing. So boundaries, parallel branches and what is brought
+ahead of its use all come out of one recurrence over the groups (ATSInfer prices boundaries one by
+one; HeteGen splits one product between both sides).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import NamedTuple
+
+from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
+from shadowlane.planner.hit_rate import expected_distinct
+from shadowlane.planner.hybrid import STAGE_NBYTES, HitRate, Load, Model, Plan, Site, Work
+
+STEPS = 3  # the first begins with nothing on its way; the last two are alike
+DISK_RING_NBYTES = 1e9
+LEAST_DRAM_PART = 0.1  # of the port that cores get, however much goes through it beside them
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """One steady step. `busy_s` counts work only, never waiting."""
+
+    step_s: float
+    busy_s: dict[str, float]  # "gpu:0", "cpu:0", "h2d:0", "disk:0"
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.busy_s, key=lambda lane: self.busy_s[lane])
+
+
+class _Price(NamedTuple):
+    """One load under one site."""
+
+    gpu_s: float
+    cpu_s: float
+    brought_nbytes: float  # over the link
+    read_nbytes: float  # off the disk
+    joint_s: float  # expected time of the longer branch: at least that of both
+
+
+class _Rates(NamedTuple):
+    """A machine under its conditions."""
+
+    cards: tuple[Card, ...]
+    gpu: float  # part of each card's rate
+    h2d_bytes_per_s: tuple[float, ...]
+    cpu_bytes_per_s: float
+    cpu_flops: float
+    cpu_launch_s: float
+    disk_bytes_per_s: float
+
+
+class _Ring:
+    """What comes over a link ahead of its use, in order, into room for so many bytes."""
+
+    def __init__(self, room_nbytes: float) -> None:
+        self._room = room_nbytes
+        self._free_s = 0.0  # when the link is
+        self._held: deque[tuple[float, float]] = deque()  # (bytes, when they were used)
+        self._nbytes = 0.0
+
+    def arrival_s(self, nbytes: float, seconds: float, not_before_s: float) -> float:
+        """When the last of it is there. What the ring cannot hold comes while the first is used."""
+        ahead = min(nbytes, self._room)
+        start_s = max(self._free_s, not_before_s)
+        while self._held and self._nbytes + ahead > self._room:
+            freed, used_s = self._held.popleft()
+            self._nbytes -= freed
+            start_s = max(start_s, used_s)
+        self._free_s = start_s + seconds
+        return self._free_s
+
+    def used(self, nbytes: float, now_s: float) -> None:
+        held = min(nbytes, self._room)
+        self._held.append((held, now_s))
+        self._nbytes += held
+
+
+def play(
+    model: Model,
+    plan: Plan,
+    work: Work,
+    machine: Hardware,
+    state: Conditions = CALM,
+    hit_rate: HitRate = lambda part: part,
+) -> Times:
+    """Seconds of one steady step of `plan`.
+
+    What the cores read competes with links and disk for the DRAM port: where anything is brought
+    or read, a second pass is played at the rate that the first one leaves.
+    """
+    rates = _Rates(
+        cards=machine.cards,
+        gpu=state.gpu,
+        h2d_bytes_per_s=tuple(card.h2d_bytes_per_s * state.link for card in machine.cards),
+        cpu_bytes_per_s=machine.cpu_bytes_per_s * state.cpu,
+        cpu_flops=machine.cpu_flops * state.cpu,
+        cpu_launch_s=machine.cpu_launch_s,
+        disk_bytes_per_s=machine.disk_bytes_per_s * state.disk,
+    )
+    times, moved_nbytes = _pass(model, plan, work, rates, hit_rate)
+    if moved_nbytes and times.step_s:
+        left = machine.dram_bytes_per_s - moved_nbytes / times.step_s
+        left = max(left, machine.dram_bytes_per_s * LEAST_DRAM_PART)
+        if left < rates.cpu_bytes_per_s:
+            rates = rates._replace(cpu_bytes_per_s=left)
+            times, _ = _pass(model, plan, work, rates, hit_rate)
+    return times
+
+
+def _pass(
+    model: Model, plan: Plan, work: Work, rates: _Rates, hit_rate: HitRate
+) -> tuple[Times, float]:
+    """(the step, bytes that went through the DRAM port beside what the cores read)."""
+    cards = range(len(rates.cards))
+    row_nbytes = model.row_nbytes * work.rows
+    cross_s = [
+        card.crossing_s + row_nbytes / rate
+        for card, rate in zip(rates.cards, rates.h2d_bytes_per_s, strict=True)
+    ]
+    known: dict[tuple[object, ...], _Price] = {}  # layers repeat
+    prices: list[_Price] = []
+    for load, site in zip(model.loads, plan.sites, strict=True):
+        key = (load.kind, load.nbytes, load.flops_per_row, load.kv_nbytes_per_token, site)
+        if key not in known:
+            known[key] = _price(load, site, work, rates, hit_rate)
+        prices.append(known[key])
+    brought = [0.0 for _ in cards]
+    busy = {"cpu:0": sum(price.cpu_s for price in prices)}
+    for card in cards:
+        mine = [price for price, site in zip(prices, plan.sites, strict=True) if site.card == card]
+        brought[card] = sum(price.brought_nbytes for price in mine)
+        busy[f"gpu:{card}"] = sum(price.gpu_s for price in mine)
+        busy[f"h2d:{card}"] = brought[card] / rates.h2d_bytes_per_s[card]
+    read_nbytes = sum(price.read_nbytes for price in prices)
+    busy["disk:0"] = read_nbytes / rates.disk_bytes_per_s
+
+    links = [_Ring(STAGE_NBYTES) for _ in cards]
+    disk = _Ring(DISK_RING_NBYTES)
+    is_decode = work.phase == "decode"
+    now_s = before_s = 0.0
+    for _ in range(STEPS if read_nbytes or any(brought) else 1):
+        before_s = now_s
+        ready = [now_s, *(now_s + each for each in cross_s)]  # at the processor, at each card
+        for load, site, price in zip(model.loads, plan.sites, prices, strict=True):
+            begin_s = min(ready)
+            # A router chooses last: what it chose cannot be on its way before.
+            late_s = begin_s if load.experts and is_decode else 0.0
+            read_s = arrived_s = 0.0
+            if price.read_nbytes:
+                seconds = price.read_nbytes / rates.disk_bytes_per_s
+                read_s = disk.arrival_s(price.read_nbytes, seconds, late_s)
+            if price.brought_nbytes:
+                seconds = price.brought_nbytes / rates.h2d_bytes_per_s[site.card]
+                arrived_s = links[site.card].arrival_s(
+                    price.brought_nbytes, seconds, max(late_s, read_s)
+                )
+            ready = _after(price, site.card, ready, cross_s, arrived_s, read_s)
+            end_s = min(ready)
+            if price.brought_nbytes:
+                links[site.card].used(price.brought_nbytes, end_s)
+            if price.read_nbytes:
+                disk.used(price.read_nbytes, end_s)
+        now_s = min(ready)
+    return Times(now_s - before_s, busy), sum(brought) + 2.0 * read_nbytes
+
+
+def _after(
+    price: _Price,
+    card: int,
+    ready: Sequence[float],
+    cross_s: Sequence[float],
+    arrived_s: float,
+    read_s: float,
+) -> list[float]:
+    """When the output of one load is at the processor, and at each card."""
+    on_card_s = in_ram_s = None
+    if price.gpu_s:
+        # What lives there is computed while the rest is on its way; then the last of it is left.
+        on_card_s = ready[1 + card] + price.gpu_s
+        if price.brought_nbytes:
+            on_card_s = max(on_card_s, arrived_s + price.gpu_s / 4)
+    if price.cpu_s:
+        in_ram_s = ready[0] + price.cpu_s
+        if price.read_nbytes and not price.brought_nbytes:
+            in_ram_s = max(in_ram_s, read_s + price.cpu_s / 4)
+    if on_card_s is None and in_ram_s is None:
+        return list(ready)
+    if on_card_s is None:
+        assert in_ram_s is not None
+        return [in_ram_s, *(in_ram_s + each for each in cross_s)]
+    home_s = on_card_s + cross_s[card]
+    if in_ram_s is None:
+        there_s = on_card_s
+    else:  # both took part: each side is whole where the other's part has arrived
+        more_s = max(0.0, price.joint_s - max(price.gpu_s, price.cpu_s))
+        home_s = max(in_ram_s, home_s) + more_s
+        there_s = max(on_card_s, in_ram_s + cross_s[card]) + more_s
+    return [
+        home_s,
+        *(there_s if each == card else home_s + cross_s[each] for each in range(len(cross_s))),
+    ]
+
+
+def _price(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: HitRate) -> _Price:
+    is_decode = work.phase == "decode"
+    if load.experts:
+        return _price_experts(load, site, work, rates, hit_rate)
+    flops = load.flops_per_row * work.rows
+    nbytes = load.nbytes
+    if load.kind == "attn":
+        flops *= work.context
+        nbytes = load.kv_nbytes_per_token * work.context * (work.sequences if is_decode else 1)
+    brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought
+    on_card = site.vram + brought
+    gpu_s = _on_card(nbytes * on_card, flops * on_card, site.card, rates)
+    off = 1.0 - on_card if on_card < 1.0 - 1e-9 else 0.0
+    cpu_s = _on_cpu(nbytes * off, flops * off, rates)
+    on_disk = max(0.0, 1.0 - site.vram - site.ram) if load.nbytes else 0.0
+    return _Price(gpu_s, cpu_s, load.nbytes * brought, load.nbytes * on_disk, max(gpu_s, cpu_s))
+
+
+def _price_experts(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: HitRate) -> _Price:
+    """Chosen experts that are on the card are computed there, the others where the site says.
+
+    One row's experts hit the card in varying number, and the longer of two branches takes longer on
+    average than the average branches do: its expectation is taken over the binomial distribution.
+    Most rows of a chunk choose everything in the end, favourites or not.
+    """
+    is_decode = work.phase == "decode"
+    chosen = expected_distinct(load.experts, load.top_k, work.rows)
+    if is_decode:
+        hits = hit_rate(site.vram)
+        lost = 1.0 - hit_rate(min(1.0, site.vram + site.ram))
+    else:
+        hits, lost = site.vram, 1.0 - min(1.0, site.vram + site.ram)
+    flops = load.flops_per_row * work.rows / chosen  # for the rows of one chosen expert
+
+    def branches(on_card: float) -> tuple[float, float]:
+        missing = chosen - on_card
+        there, here = on_card + missing * site.brought, missing * (1.0 - site.brought)
+        return (
+            _on_card(load.nbytes * there, flops * there, site.card, rates),
+            _on_cpu(load.nbytes * here, flops * here, rates),
+        )
+
+    gpu_s, cpu_s = branches(chosen * hits)
+    joint_s = max(gpu_s, cpu_s)
+    if is_decode and work.rows == 1 and 0.0 < hits < 1.0:
+        joint_s = sum(
+            comb(load.top_k, count)
+            * hits**count
+            * (1.0 - hits) ** (load.top_k - count)
+            * max(branches(count))
+            for count in range(load.top_k + 1)
+        )
+    brought = load.nbytes * chosen * (1.0 - hits) * site.brought
+    return _Price(gpu_s, cpu_s, brought, load.nbytes * chosen * max(0.0, lost), joint_s)
+
+
+def _on_card(nbytes: float, flops: float, card: int, rates: _Rates) -> float:
+    """No bytes and no operations: the card takes no part, and nothing is launched."""
+    if nbytes <= 0.0 and flops <= 0.0:
+        return 0.0
+    its = rates.cards[card]
+    return max(nbytes / its.vram_bytes_per_s, flops / its.flops) / rates.gpu + its.launch_s
+
+
+def _on_cpu(nbytes: float, flops: float, rates: _Rates) -> float:
+    if nbytes <= 0.0 and flops <= 0.0:
+        return 0.0
+    return max(nbytes / rates.cpu_bytes_per_s, flops / rates.cpu_flops) + rates.cpu_launch_s
