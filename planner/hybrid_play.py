@@ -18,7 +18,6 @@ from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
 from shadowlane.planner.hybrid import STAGE_NBYTES, HitRate, Load, Model, Plan, Site, Work
 
-STEPS = 3  # the first begins with nothing on its way; the last two are alike
 DISK_RING_NBYTES = 1e9
 LEAST_DRAM_PART = 0.1  # of the port that cores get, however much goes through it beside them
 
@@ -60,9 +59,10 @@ class _Rates(NamedTuple):
 class _Ring:
     """What comes over a link ahead of its use, in order, into room for so many bytes."""
 
-    def __init__(self, room_nbytes: float) -> None:
+    def __init__(self, room_nbytes: float, total_nbytes: float, total_s: float) -> None:
+        """total: of one step. At its start the ring is full, as the step before it left it."""
         self._room = room_nbytes
-        self._free_s = 0.0  # when the link is
+        self._free_s = -total_s * min(1.0, room_nbytes / total_nbytes) if total_nbytes else 0.0
         self._held: deque[tuple[float, float]] = deque()  # (bytes, when they were used)
         self._nbytes = 0.0
 
@@ -142,34 +142,32 @@ def _pass(
     read_nbytes = sum(price.read_nbytes for price in prices)
     busy["disk:0"] = read_nbytes / rates.disk_bytes_per_s
 
-    links = [_Ring(STAGE_NBYTES) for _ in cards]
-    disk = _Ring(DISK_RING_NBYTES)
+    links = [_Ring(STAGE_NBYTES, brought[card], busy[f"h2d:{card}"]) for card in cards]
+    disk = _Ring(DISK_RING_NBYTES, read_nbytes, busy["disk:0"])
     is_decode = work.phase == "decode"
-    now_s = before_s = 0.0
-    for _ in range(STEPS if read_nbytes or any(brought) else 1):
-        before_s = now_s
-        ready = [now_s, *(now_s + each for each in cross_s)]  # at the processor, at each card
-        for load, site, price in zip(model.loads, plan.sites, prices, strict=True):
-            begin_s = min(ready)
-            # A router chooses last: what it chose cannot be on its way before.
-            late_s = begin_s if load.experts and is_decode else 0.0
-            read_s = arrived_s = 0.0
-            if price.read_nbytes:
-                seconds = price.read_nbytes / rates.disk_bytes_per_s
-                read_s = disk.arrival_s(price.read_nbytes, seconds, late_s)
-            if price.brought_nbytes:
-                seconds = price.brought_nbytes / rates.h2d_bytes_per_s[site.card]
-                arrived_s = links[site.card].arrival_s(
-                    price.brought_nbytes, seconds, max(late_s, read_s)
-                )
-            ready = _after(price, site.card, ready, cross_s, arrived_s, read_s)
-            end_s = min(ready)
-            if price.brought_nbytes:
-                links[site.card].used(price.brought_nbytes, end_s)
-            if price.read_nbytes:
-                disk.used(price.read_nbytes, end_s)
-        now_s = min(ready)
-    return Times(now_s - before_s, busy), sum(brought) + 2.0 * read_nbytes
+    ready = [0.0, *cross_s]  # when the activation is at the processor, at each card
+    for load, site, price in zip(model.loads, plan.sites, prices, strict=True):
+        begin_s = min(ready)
+        # A router chooses last: what it chose cannot be on its way before.
+        late_s = begin_s if load.experts and is_decode else float("-inf")
+        read_s = arrived_s = float("-inf")
+        if price.read_nbytes:
+            seconds = price.read_nbytes / rates.disk_bytes_per_s
+            read_s = disk.arrival_s(price.read_nbytes, seconds, late_s)
+        if price.brought_nbytes:
+            seconds = price.brought_nbytes / rates.h2d_bytes_per_s[site.card]
+            arrived_s = links[site.card].arrival_s(
+                price.brought_nbytes, seconds, max(late_s, read_s)
+            )
+        ready = _after(price, site.card, ready, cross_s, arrived_s, read_s)
+        end_s = min(ready)
+        if price.brought_nbytes:
+            links[site.card].used(price.brought_nbytes, end_s)
+        if price.read_nbytes:
+            disk.used(price.read_nbytes, end_s)
+    # Steps follow each other: none is shorter than what has to come over a link for each.
+    step_s = max([min(ready), busy["disk:0"], *(busy[f"h2d:{card}"] for card in cards)])
+    return Times(step_s, busy), sum(brought) + 2.0 * read_nbytes
 
 
 def _after(

@@ -174,18 +174,30 @@ def _fill(
 # -- by hand
 
 
-def layer_split(question: Question, layers: int) -> Plan | None:
-    """The first `layers` layers on the cards, all of each; the head where all layers are."""
-    model = question.model
-    total = 1 + max((load.layer or 0) for load in model.loads)
+def layer_split(question: Question, layers: int, *, kv: bool = True) -> Plan | None:
+    """The first `layers` layers on the cards, all of each; the head where all layers are.
+
+    kv: whether keys, values and attention go with them.
+    """
     vram = [
-        1.0 if (load.layer is None and layers >= total) or (load.layer or 0) < layers else 0.0
-        for load in model.loads
+        1.0 if is_within and (kv or load.kind != "attn") else 0.0
+        for load, is_within in zip(
+            question.model.loads, _within(question.model, layers), strict=True
+        )
     ]
-    for index, load in enumerate(model.loads):
-        if load.layer is None and layers < total:
-            vram[index] = 0.0
-    return _if_fits(question, f"layer-split {layers}", vram)
+    name = f"layer-split {layers}" if kv else f"layer-split {layers}, KV in RAM"
+    return _if_fits(question, name, vram)
+
+
+def _within(model: Model, layers: int) -> list[bool]:
+    """Whether each load is in the first `layers` layers; the head counts as one more."""
+    total = num_layers(model)
+    return [(total - 1 if load.layer is None else load.layer) < layers for load in model.loads]
+
+
+def num_layers(model: Model) -> int:
+    """Layers of `model`, its head counted as one more."""
+    return 2 + max((load.layer or 0) for load in model.loads)
 
 
 def cpu_moe(question: Question, layers: int) -> Plan | None:
@@ -229,12 +241,15 @@ def _if_fits(
 def by_hand(question: Question) -> dict[str, Answer]:
     """The best of each kind of layout that people tune by hand: name -> its best setting."""
     model = question.model
-    total = 1 + max((load.layer or 0) for load in model.loads)
+    total = num_layers(model)
     families: dict[str, list[Plan | None]] = {
         "cpu": [settle(question, "cpu", [0.0] * len(model.loads))]
     }
     if question.machine.cards:
         families["layer-split"] = [layer_split(question, n) for n in range(total + 1)]
+        families["layer-split, KV in RAM"] = [
+            layer_split(question, n, kv=False) for n in range(total + 1)
+        ]
         families["layer-stream"] = [layer_stream(question, n) for n in range(total + 1)]
         families["attention-gpu"] = [attention_gpu(question)]
         if any(load.experts for load in model.loads):
