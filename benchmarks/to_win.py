@@ -26,7 +26,8 @@ import numpy as np
 
 from shadowlane.planner.hit_rate import assumed_hit_rate
 from shadowlane.planner.hybrid import HitRate, Model, Work, model_of
-from shadowlane.planner.hybrid_search import MECHANISMS, Question, TooLarge, by_hand, search
+from shadowlane.planner.hybrid_layouts import Question, TooLarge, by_hand
+from shadowlane.planner.hybrid_search import MECHANISMS, search
 from shadowlane.planner.routing import Trace
 from shadowlane.planner.routing_files import read_trace
 from shadowlane.planner.scenarios import SCENARIOS, evaluate

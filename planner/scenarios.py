@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, fits
-from shadowlane.planner.hybrid_search import Question, search
+from shadowlane.planner.hybrid_layouts import Question
+from shadowlane.planner.hybrid_search import search
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,19 +160,20 @@ def _change(
 
 
 def _moves(question: Question, old: Plan, new: Plan) -> tuple[float, float]:
-    """(bytes that go to cards, seconds of the busiest link). Dropping costs nothing."""
-    seconds = [0.0] * len(question.machine.cards)
-    total = 0.0
+    """(bytes that go over links, seconds of the busiest link). Dropping costs nothing."""
+    cards = question.machine.cards
+    moved = [0.0] * len(cards)
     for load, before, after in zip(question.model.loads, old.sites, new.sites, strict=True):
-        same_card = before.card == after.card
-        more = after.vram - (before.vram if same_card else 0.0)
         kv = load.kv_nbytes_per_token * question.work.context * question.work.sequences
-        # Keys and values are in one place only: they move either way.
-        nbytes = more * (load.whole_nbytes + kv) if more > 0 else -more * kv
-        total += nbytes
-        rate = question.machine.cards[after.card].h2d_bytes_per_s * question.state.link
-        seconds[after.card] += nbytes / rate
-    return total, max(seconds, default=0.0)
+        for card in range(len(cards)):
+            more = after.vram * after.over[card] - before.vram * before.over[card]
+            # Keys and values are in one place only: they move either way.
+            moved[card] += more * (load.whole_nbytes + kv) if more > 0 else -more * kv
+    seconds = [
+        nbytes / (card.h2d_bytes_per_s * question.state.link)
+        for nbytes, card in zip(moved, cards, strict=True)
+    ]
+    return sum(moved), max(seconds, default=0.0)
 
 
 # One disturbance each, half of the time, after a calm half; and what changes by itself.
