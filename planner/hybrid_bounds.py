@@ -2,7 +2,7 @@
 
 The resource bound lets every byte and operation be shared out freely, all lanes at work at once, in
 the best of all ways to fill the cards: the busiest resource still has to do its work. The path
-bound adds that groups follow each other, each with at least the cheaper of the two fixed costs.
+bound knows that groups follow each other, each with at least the cheaper of the two fixed costs.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ class _Totals:
 def hybrid_bounds(question: Question) -> HybridBounds:
     """Of the best of all placements, keys and values included."""
     parts = [index / KV_PARTS for index in range(KV_PARTS + 1)] if question.machine.cards else [0.0]
-    resource_s = min(_least_s(question, _fill(question, part)) for part in parts)
+    fills = [_fill(question, part) for part in parts]
+    resource_s = min(_least_s(question, fill) for fill in fills)
+    chain_s = min(_least_s(question, fill, only_compute=True) for fill in fills)
     launches = [question.machine.cpu_launch_s]
     launches += [card.launch_s for card in question.machine.cards]
-    return HybridBounds(resource_s, resource_s + min(launches) * len(question.model.loads))
+    chain_s += min(launches) * len(question.model.loads)
+    return HybridBounds(resource_s, max(resource_s, chain_s))
 
 
 def _fill(question: Question, kv_part: float) -> _Totals:
@@ -77,21 +80,24 @@ def _fill(question: Question, kv_part: float) -> _Totals:
     return _Totals(on_cards, off_cards, dense_on_disk + (1 - in_memory) * chosen, flops)
 
 
-def _least_s(question: Question, totals: _Totals) -> float:
-    """The shortest time in which every resource can do its part."""
+def _least_s(question: Question, totals: _Totals, *, only_compute: bool = False) -> float:
+    """The shortest time in which every resource can do its part.
+
+    only_compute: as if links, disk and the DRAM port took no time: what computing alone takes.
+    """
     low, high = 0.0, 1.0
-    while not _is_enough(question, totals, high):
+    while not _is_enough(question, totals, high, only_compute):
         high *= 2.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        if _is_enough(question, totals, middle):
+        if _is_enough(question, totals, middle, only_compute):
             high = middle
         else:
             low = middle
     return high
 
 
-def _is_enough(question: Question, totals: _Totals, seconds: float) -> bool:
+def _is_enough(question: Question, totals: _Totals, seconds: float, only_compute: bool) -> bool:
     """Whether so many seconds could do: the processor takes what it can, links bring the rest."""
     machine, state = question.machine, question.state
     cards = machine.cards
@@ -105,10 +111,10 @@ def _is_enough(question: Question, totals: _Totals, seconds: float) -> bool:
         # Operations belong to bytes: what the processor cannot compute it need not read.
         on_cpu = min(on_cpu, whole * cpu_flops / totals.flops)
     brought = totals.off_cards - on_cpu
-    return (
+    if totals.on_cards + brought > card_nbytes or totals.flops > card_flops + cpu_flops:
+        return False
+    return only_compute or (
         brought <= link_nbytes
-        and totals.on_cards + brought <= card_nbytes
-        and totals.flops <= card_flops + cpu_flops
         and totals.off_cards + 2 * totals.on_disk <= machine.dram_bytes_per_s * seconds
         and totals.on_disk <= machine.disk_bytes_per_s * state.disk * seconds
     )

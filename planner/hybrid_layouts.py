@@ -45,6 +45,9 @@ class Question:
     def times(self, plan: Plan) -> Times:
         return play(self.model, plan, self.work, self.machine, self.state, self.hit_rate)
 
+    def fits(self, plan: Plan) -> bool:
+        return fits(self.model, plan, self.work, self.machine, self.state)
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -70,12 +73,12 @@ class Spread:
 
 
 def best_of(question: Question, plans: Iterable[Plan | None], best: Answer | None = None) -> Answer:
-    """The fastest of `best` and `plans`. Raises TooLarge where there is none."""
+    """The fastest of `best` and of `plans` that fit. Raises TooLarge where there is none."""
     for plan in plans:
         if plan is None:
             continue
         times = question.times(plan)
-        if best is None or times.step_s < best.times.step_s:
+        if (best is None or times.step_s < best.times.step_s) and question.fits(plan):
             best = Answer(plan, times)
     if best is None:
         raise TooLarge(
@@ -249,10 +252,7 @@ def _whole(question: Question, name: str, wanted: Sequence[int]) -> Plan | None:
 
 
 def _fitting(question: Question, plan: Plan | None) -> Plan | None:
-    if plan is None:
-        return None
-    is_fitting = fits(question.model, plan, question.work, question.machine, question.state)
-    return plan if is_fitting else None
+    return plan if plan is not None and question.fits(plan) else None
 
 
 def by_hand(question: Question) -> dict[str, Answer]:
@@ -271,9 +271,9 @@ def by_hand(question: Question) -> dict[str, Answer]:
             kinds["cpu-moe"] = (cpu_moe(question, n) for n in settings)
     found: dict[str, Answer] = {}
     for name, plans in kinds.items():
-        fitting = _thinned([plan for plan in plans if plan is not None])
+        fitting = [plan for plan in plans if plan is not None and question.fits(plan)]
         if fitting:
-            found[name] = best_of(question, fitting)
+            found[name] = best_of(question, _thinned(fitting))
     return found
 
 

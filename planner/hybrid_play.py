@@ -66,8 +66,10 @@ class _Ring:
         self._held: deque[tuple[float, float]] = deque()  # (bytes, when they were used)
         self._nbytes = 0.0
 
-    def arrival_s(self, nbytes: float, seconds: float, not_before_s: float) -> float:
-        """When the last of it is there. What the ring cannot hold comes while the first is used."""
+    def arrival_s(
+        self, nbytes: float, seconds: float, begin_s: float, not_before_s: float
+    ) -> float:
+        """When the last of it is there. begin_s: when its use begins, which makes room for more."""
         ahead = min(nbytes, self._room)
         start_s = max(self._free_s, not_before_s)
         while self._held and self._nbytes + ahead > self._room:
@@ -75,6 +77,8 @@ class _Ring:
             self._nbytes -= freed
             start_s = max(start_s, used_s)
         self._free_s = start_s + seconds
+        if ahead < nbytes:  # the rest comes while the first is used
+            self._free_s = max(self._free_s, begin_s + seconds * (1.0 - ahead / nbytes))
         return self._free_s
 
     def used(self, nbytes: float, now_s: float) -> None:
@@ -157,14 +161,14 @@ def _pass(
         read_s = never
         if price.read_nbytes:
             seconds = price.read_nbytes / rates.disk_bytes_per_s
-            read_s = disk.arrival_s(price.read_nbytes, seconds, late_s)
+            read_s = disk.arrival_s(price.read_nbytes, seconds, begin_s, late_s)
         arrived_s = [never, *(never for _ in cards)]
         if any(price.brought_nbytes):
             for card, nbytes in enumerate(price.brought_nbytes):
                 if nbytes:
                     seconds = nbytes / rates.h2d_bytes_per_s[card]
                     arrived_s[1 + card] = links[card].arrival_s(
-                        nbytes, seconds, max(late_s, read_s)
+                        nbytes, seconds, begin_s, max(late_s, read_s)
                     )
         else:
             arrived_s[0] = read_s

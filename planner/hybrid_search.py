@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowlane.planner.catalog import GroupKind
-from shadowlane.planner.hybrid import STAGE_NBYTES, Load, Model, Plan, Site, fits, kv_nbytes
+from shadowlane.planner.hybrid import STAGE_NBYTES, Load, Model, Plan, Site, kv_nbytes
 from shadowlane.planner.hybrid_layouts import (
     Answer,
     Question,
@@ -33,7 +33,8 @@ from shadowlane.planner.hybrid_layouts import (
 # What the search may use beside layouts made by hand. Each can be left out: what is it worth?
 MECHANISMS = ("kinds", "kv", "knapsack", "experts", "split", "across", "bring", "refine")
 TRIED = 4  # of the fastest starts, with parts brought over the link
-TRIES_OF_LOADS = 100_000  # loads played through to refine a plan: a fraction of a second
+MOST_TRIES = 1500  # of small changes
+TRIES_OF_LOADS = 100_000  # and loads played through for them: a fraction of a second
 KNAPSACK_STEPS = 512  # of one card's room
 PARTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of what is not on the card, brought to it
 
@@ -70,7 +71,11 @@ def search(
     plans = list(_starts(question, using))
     if "knapsack" in using:
         plans.append(knapsack(question))
-    tried += [Answer(plan, question.times(plan)) for plan in plans if plan is not None]
+    tried += [
+        Answer(plan, question.times(plan))
+        for plan in plans
+        if plan is not None and question.fits(plan)
+    ]
     tried.sort(key=lambda answer: answer.times.step_s)
     best = tried[0]
     if "bring" in using:
@@ -79,7 +84,8 @@ def search(
         for start in tried[: TRIED if is_decode else len(tried)]:
             best = bring(question, start, best)
     if "refine" in using:
-        best = refine(question, best, TRIES_OF_LOADS // len(question.model.loads), using)
+        tries = min(MOST_TRIES, TRIES_OF_LOADS // len(question.model.loads))
+        best = refine(question, best, tries, using)
     return best
 
 
@@ -269,10 +275,7 @@ def refine(question: Question, best: Answer, tries: int, using: Collection[str])
                     grown = 0.0
                 spread.vram[index] += grown * (part or 1.0 if may_split else 1.0)
         plan = settle(question, _refined(best.plan.name), spread, brought)
-        if plan is not None and fits(
-            question.model, plan, question.work, question.machine, question.state
-        ):
-            best = best_of(question, [plan], best)
+        best = best_of(question, [plan], best)
     return best
 
 
