@@ -25,11 +25,13 @@ from shadowlane.shapes import shape_catalog
 
 DATA = Path(__file__).resolve().parent / "data" / "llama_bench.yaml"
 ENOUGH = 1e15  # room, or a rate that a point does not depend on
+MOST_OF_LINK = 0.85  # pinned copies of 23.9-26.4 GB/s over 31.5 nominal (nvbandwidth issue 15)
 STREAMED_FROM_ROWS = 32  # fewer rows are computed where the weights are
 # Dates of llama.cpp's changes; texts of dates compare like dates.
 GRAPHS_SINCE = "2024-05-08"  # one launch for the kernels of a decode step (pull request 6766)
 USED_EXPERTS_SINCE = "2025-08-20"  # copies only experts that some row chose (pull request 15346)
 HEAD_FIRST_SINCE = "2025-12-20"  # the output layer is the first to go to a card (18148)
+INTEGERS_SINCE = "2024-06-15"  # packed weights are multiplied by integer tensor cores (7676)
 
 Offload = Literal["full", "partial", "none"]
 
@@ -127,10 +129,12 @@ class Law:
 
     machine: Hardware
     kv_bytes: float = 1.0  # factor on bytes of keys and values
+    weight_flops: float = 1.0
     attn_flops: float = 1.0
     expert_flops: float = 1.0
     link_bytes_per_s: float = ENOUGH  # of weights copied when they are needed
     copied_experts: float = 1.0  # part of a layer's experts
+    overlap: float = 0.0  # of what two cards could do at the same time in prefill
 
 
 def law_of(point: Point, figures: Mapping[str, float]) -> Law:
@@ -140,7 +144,8 @@ def law_of(point: Point, figures: Mapping[str, float]) -> Law:
     uses_cpu = point.offload != "full" and (is_decode or point.on_cpu or not point.cards)
     is_f16 = point.model.endswith("8b-f16")
     vram_share = figures["vram_f16" if is_f16 else "vram_packed"]
-    tensor_share = figures["tensor_f16" if is_f16 else "tensor_packed"]
+    is_unpacked = not is_f16 and point.date < INTEGERS_SINCE
+    tensor_share = figures["tensor_f16" if is_f16 or is_unpacked else "tensor_packed"]
     launch_s = figures["launch_s" if point.date >= GRAPHS_SINCE else "launch_eager_s"]
     cards = tuple(
         Card(
@@ -157,12 +162,13 @@ def law_of(point: Point, figures: Mapping[str, float]) -> Law:
         for name, card in ((name, data()["cards"][name]) for name in point.cards)
     )
     dram = entry["dram_gb_s"] or figures["dram_untold"] * figures[f"dram:{point.machine}"]
+    dram_share = figures["dram_q8" if point.model.endswith("q8_0") else "dram"]
     core_flops = figures["core_flops_ik" if point.engine.startswith("ik") else "core_flops"]
     cores = entry["cores"] or 8
     machine = Hardware(
         name=point.machine,
         cards=cards,
-        cpu_bytes_per_s=dram * 1e9 * figures["dram"] if uses_cpu else ENOUGH,
+        cpu_bytes_per_s=dram * 1e9 * dram_share if uses_cpu else ENOUGH,
         cpu_flops=cores * core_flops if uses_cpu and not is_decode else ENOUGH,
         cpu_launch_s=figures["cpu_launch_s"] if uses_cpu and is_decode else 0.0,
         dram_bytes_per_s=ENOUGH,
@@ -176,21 +182,24 @@ def law_of(point: Point, figures: Mapping[str, float]) -> Law:
     if cards:
         attn = figures["tensor_attn_fused" if point.is_fused else "tensor_attn_plain"]
         law = replace(law, attn_flops=tensor_share / attn)
+    rows = min(point.rows, point.length)
+    if cards and is_unpacked:
+        # Each step writes all weights in 16 bits, and reads them: 4 bytes for 2 operations a row.
+        per_byte = cards[0].flops / cards[0].vram_bytes_per_s
+        law = replace(law, weight_flops=1.0 + 2.0 * per_byte / rows)
+    if len(cards) > 1 and point.offload == "full":
+        law = replace(law, overlap=figures["overlap"])
     if not point.is_mixture:
         experts, top_k = 0, 0
     else:
         load = next(load for load in model_named(point.model).loads if load.experts)
         experts, top_k = load.experts, load.top_k
-    rows = min(point.rows, point.length)
-    if experts:
-        per_expert = rows * top_k / experts
-        padding = figures["expert_padding"]
-        law = replace(law, expert_flops=1.0 + padding / per_expert)
+    if experts and not uses_cpu:
+        law = replace(law, expert_flops=1.0 + figures["expert_padding"] / (rows * top_k / experts))
     if is_streamed(point):
         nominal = min(data()["cards"][name]["link_gb_s"] for name in point.cards) * 1e9
-        law = replace(
-            law, link_bytes_per_s=nominal * figures["link"] * figures[f"link:{point.machine}"]
-        )
+        share = min(MOST_OF_LINK, figures["link"] * figures[f"link:{point.machine}"])
+        law = replace(law, link_bytes_per_s=nominal * share)
         if experts and point.engine == "llama.cpp" and point.date >= USED_EXPERTS_SINCE:
             used = expected_distinct(experts, top_k, round(rows ** figures["routing_spread"]))
             law = replace(law, copied_experts=used / experts)
@@ -257,6 +266,8 @@ def _loads(point: Point, law: Law) -> tuple[Load, ...]:
             load = replace(load, flops_per_row=load.flops_per_row * law.expert_flops)
         elif load.kind == "lm_head" and not is_decode:
             load = replace(load, flops_per_row=0.0)  # only the last row is asked for
+        else:
+            load = replace(load, flops_per_row=load.flops_per_row * law.weight_flops)
         changed.append(load)
     return tuple(changed)
 
@@ -285,10 +296,10 @@ def seconds(point: Point, law: Law) -> float:
         if streams and load.kind != "lm_head"
     )
     copy_s = copied / law.link_bytes_per_s
-    if len(point.cards) > 1 and not copied and point.offload == "full":
-        # One card has the next step while the other is at this one.
+    if law.overlap:
+        # At best one card has the next step while the other is at this one.
         slowest = max(times.busy_s[f"gpu:{card}"] for card in range(len(point.cards)))
-        return times.step_s + (steps - 1) * slowest
+        return steps * times.step_s - law.overlap * (steps - 1) * (times.step_s - slowest)
     return steps * (times.step_s + copy_s)
 
 
