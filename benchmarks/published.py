@@ -66,7 +66,7 @@ class Point:
 
     @property
     def is_mixture(self) -> bool:
-        return any(load.experts for load in model_named(self.model).loads)
+        return _choice(self.model) is not None
 
 
 @cache
@@ -118,6 +118,13 @@ def model_named(name: str) -> Model:
         for load in model.loads
     )
     return replace(model, loads=loads)
+
+
+@cache
+def _choice(name: str) -> tuple[int, int] | None:
+    """Experts of a layer of a mixture, and how many of them a token takes."""
+    loads = model_named(name).loads
+    return next(((load.experts, load.top_k) for load in loads if load.experts), None)
 
 
 # -- figures: shares of nominal rates and costs, and the machine that they make
@@ -189,11 +196,7 @@ def law_of(point: Point, figures: Mapping[str, float]) -> Law:
         law = replace(law, weight_flops=1.0 + 2.0 * per_byte / rows)
     if len(cards) > 1 and point.offload == "full":
         law = replace(law, overlap=figures["overlap"])
-    if not point.is_mixture:
-        experts, top_k = 0, 0
-    else:
-        load = next(load for load in model_named(point.model).loads if load.experts)
-        experts, top_k = load.experts, load.top_k
+    experts, top_k = _choice(point.model) or (0, 0)
     if experts and not uses_cpu:
         law = replace(law, expert_flops=1.0 + figures["expert_padding"] / (rows * top_k / experts))
     if is_streamed(point):
@@ -244,38 +247,34 @@ def _cards_of(point: Point, loads: tuple[Load, ...], parts: list[float]) -> list
     bounds = [len(own) * sum(rooms[: index + 1]) / sum(rooms) for index in range(len(rooms))]
     found: list[int] = []
     for load in loads:
-        place = len(own) - 0.5 if load.layer is None else own.index(load.layer) if (
-            load.layer in own
-        ) else 0
+        place = (
+            len(own) - 0.5
+            if load.layer is None
+            else own.index(load.layer)
+            if (load.layer in own)
+            else 0
+        )
         found.append(next(index for index, bound in enumerate(bounds) if place < bound))
     return found
 
 
-def _loads(point: Point, law: Law) -> tuple[Load, ...]:
-    """The loads of its model, each at what it costs beside dense weights."""
-    changed: list[Load] = []
-    is_decode = point.phase == "decode"
-    for load in model_named(point.model).loads:
-        if load.kind == "attn":
-            load = replace(
-                load,
-                kv_nbytes_per_token=load.kv_nbytes_per_token * law.kv_bytes,
-                flops_per_row=load.flops_per_row * law.attn_flops,
-            )
-        elif load.experts:
-            load = replace(load, flops_per_row=load.flops_per_row * law.expert_flops)
-        elif load.kind == "lm_head" and not is_decode:
-            load = replace(load, flops_per_row=0.0)  # only the last row is asked for
-        else:
-            load = replace(load, flops_per_row=load.flops_per_row * law.weight_flops)
-        changed.append(load)
-    return tuple(changed)
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where llama.cpp put the loads of a point's model.
+
+    Layers repeat, and the time of a step is linear in how often: it is a sum over `shorter`
+    models, each given as a factor and the loads it has.
+    """
+
+    sites: tuple[Site, ...]
+    shorter: tuple[tuple[float, tuple[int, ...]], ...]
+    copied_nbytes: float  # in a prefill step, of dense weights
+    copied_expert_nbytes: float
 
 
-def seconds(point: Point, law: Law) -> float:
-    """Of one token of decode, or of the whole prefill of `point.length` tokens."""
-    loads = _loads(point, law)
-    model = replace(model_named(point.model), loads=loads)
+@cache
+def layout_of(point: Point) -> Layout:
+    loads = model_named(point.model).loads
     parts = parts_on_card(point)
     cards = _cards_of(point, loads, parts)
     streams = is_streamed(point)
@@ -283,24 +282,79 @@ def seconds(point: Point, law: Law) -> float:
         Site(1.0, 0.0, card) if streams else Site(part, 1.0 - part, card)
         for part, card in zip(parts, cards, strict=True)
     )
-    plan = Plan("llama.cpp", sites)
-    context = point.depth + max(1, point.length // 2)
-    if point.phase == "decode":
-        return play(model, plan, Work("decode", context=context), law.machine).step_s
-    rows = min(point.rows, point.length)
-    steps = ceil(point.length / rows)
-    times = play(model, plan, Work("prefill", rows=rows, context=context), law.machine)
-    copied = sum(
-        load.whole_nbytes * (1.0 - part) * (law.copied_experts if load.experts else 1.0)
-        for load, part in zip(loads, parts, strict=True)
-        if streams and load.kind != "lm_head"
+    missing = {False: 0.0, True: 0.0}
+    for load, part in zip(loads, parts, strict=True):
+        if streams and load.kind != "lm_head":
+            missing[bool(load.experts)] += load.whole_nbytes * (1.0 - part)
+    return Layout(sites, _shorter(loads, sites), missing[False], missing[True])
+
+
+def _shorter(
+    loads: tuple[Load, ...], sites: tuple[Site, ...]
+) -> tuple[tuple[float, tuple[int, ...]], ...]:
+    """A model with two of each run of like layers; and for each longer run, one with three."""
+    layers: dict[int | None, list[int]] = {}
+    for index, load in enumerate(loads):
+        layers.setdefault(load.layer, []).append(index)
+    runs: list[list[list[int]]] = []
+    before: object = None
+    for indices in layers.values():
+        kind = [(replace(loads[i], name="", layer=None), sites[i]) for i in indices]
+        if kind != before:
+            runs.append([])
+        runs[-1].append(indices)
+        before = kind
+
+    def with_three_of(chosen: int | None) -> tuple[int, ...]:
+        kept = [run[: 3 if number == chosen else 2] for number, run in enumerate(runs)]
+        return tuple(index for run in kept for layer in run for index in layer)
+
+    more = [(float(len(run) - 2), number) for number, run in enumerate(runs) if len(run) > 2]
+    base = 1.0 - sum(count for count, _ in more)
+    return (
+        (base, with_three_of(None)),
+        *((count, with_three_of(number)) for count, number in more),
     )
-    copy_s = copied / law.link_bytes_per_s
+
+
+def _priced(load: Load, point: Point, law: Law) -> Load:
+    """A load at what it costs beside dense weights."""
+    flops = load.flops_per_row
+    if load.kind == "attn":
+        kv_nbytes = load.kv_nbytes_per_token * law.kv_bytes
+        return replace(load, kv_nbytes_per_token=kv_nbytes, flops_per_row=flops * law.attn_flops)
+    if load.kind == "lm_head" and point.phase == "prefill":
+        return replace(load, flops_per_row=0.0)  # only the last row is asked for
+    factor = law.expert_flops if load.experts else law.weight_flops
+    return replace(load, flops_per_row=flops * factor)
+
+
+def seconds(point: Point, law: Law) -> float:
+    """Of one token of decode, or of the whole prefill of `point.length` tokens."""
+    model = model_named(point.model)
+    layout = layout_of(point)
+    is_decode = point.phase == "decode"
+    rows = 1 if is_decode else min(point.rows, point.length)
+    work = Work(point.phase, rows=rows, context=point.depth + max(1, point.length // 2))
+    step_s = 0.0
+    on_card_s = [0.0] * len(point.cards)
+    met = sorted({index for _, indices in layout.shorter for index in indices})
+    priced = {index: _priced(model.loads[index], point, law) for index in met}
+    for factor, indices in layout.shorter:
+        loads = tuple(priced[index] for index in indices)
+        plan = Plan("llama.cpp", tuple(layout.sites[index] for index in indices))
+        times = play(replace(model, loads=loads), plan, work, law.machine)
+        step_s += factor * times.step_s
+        for card in range(len(point.cards)):
+            on_card_s[card] += factor * times.busy_s[f"gpu:{card}"]
+    if is_decode:
+        return step_s
+    steps = ceil(point.length / rows)
     if law.overlap:
         # At best one card has the next step while the other is at this one.
-        slowest = max(times.busy_s[f"gpu:{card}"] for card in range(len(point.cards)))
-        return steps * times.step_s - law.overlap * (steps - 1) * (times.step_s - slowest)
-    return steps * (times.step_s + copy_s)
+        return steps * step_s - law.overlap * (steps - 1) * (step_s - max(on_card_s))
+    copied = layout.copied_nbytes + layout.copied_expert_nbytes * law.copied_experts
+    return steps * (step_s + copied / law.link_bytes_per_s)
 
 
 def speed(point: Point, law: Law) -> float:
