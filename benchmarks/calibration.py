@@ -1,18 +1,20 @@
 """How far the planner's model is from published speeds of llama.cpp, and which figures fit them.
 
     python benchmarks/calibration.py                 # errors on points that were not fitted
-    python benchmarks/calibration.py --points        # and every point
+    python benchmarks/calibration.py --points        # and every point, the worst first
     python benchmarks/calibration.py --output json
+    python benchmarks/calibration.py --seeds 2       # faster, rougher: fewer ways to halve
 
-Figures are shares of nominal rates and costs of a group, a layer's crossing, a copied byte: see
-`FIGURES`. They are fitted on one half of `benchmarks/data/llama_bench.yaml` and tried on the other,
-then the other way round, so that each point is predicted once by figures that never saw it. Halves
-are drawn twice: by points, and by whole machines. A machine whose memory speed or link its source
+Figures are shares of nominal rates and costs of a group, a crossing, a row: see `FIGURES`. They are
+fitted on one half of `benchmarks/data/llama_bench.yaml` and tried on the other, then the other way
+round, so that each point is predicted by figures that never saw it. Halves are drawn by points and
+by whole machines, each in several ways (`--seeds`). A machine whose memory speed or link its source
 does not tell has a figure of its own where points of it were fitted; where none were, it is taken
 for an average machine.
 
-What is printed: median and 90th percentile of |predicted / published - 1|, and the figures fitted
-on everything. Nothing is run but arithmetic: half a minute, no model, no card.
+What is printed: median and 90th percentile of |predicted / published - 1| over all halvings, the
+least and the greatest median of one halving, and the figures fitted on everything. Nothing is run
+but arithmetic: about a minute, no model, no card.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from measure import markdown_table
 from published import Law, Point, data, law_of, read_points, speed
 
-SEED = 5
+SEEDS = 10  # ways to halve: seeds 0, 1, ...
 ROUNDS = 4  # of the fit; more change no figure by more than 3 %
 NUDGE = 0.02  # of a figure's logarithm, for its derivative
 SCATTER = 0.1  # of the logarithm of a speed: errors beyond it count as absolute, not squared
@@ -146,7 +148,7 @@ def fit(points: Sequence[Point], player: Player | None = None) -> dict[str, floa
 
 
 def halves(
-    points: Sequence[Point], key: Callable[[Point], object], seed: int = SEED
+    points: Sequence[Point], key: Callable[[Point], object], seed: int = 0
 ) -> list[list[Point]]:
     """Two lists; what has the same key is in the same one. Even and random, same by `seed`."""
     keys = list(dict.fromkeys(key(point) for point in points))
@@ -166,7 +168,7 @@ def by_machine(point: Point) -> object:
 def held_out(
     points: Sequence[Point],
     key: Callable[[Point], object],
-    seed: int = SEED,
+    seed: int = 0,
     player: Player | None = None,
 ) -> list[Prediction]:
     """Every point, predicted by figures of the half it is not in."""
@@ -192,6 +194,8 @@ class Row:
     points: int
     machines: int
     median: float
+    least: float  # median of one halving
+    greatest: float
     p90: float
 
 
@@ -213,16 +217,31 @@ KINDS: dict[str, Callable[[Point], bool]] = {
 }
 
 
-def rows_of(split: str, predictions: Sequence[Prediction]) -> list[Row]:
+def rows_of(split: str, halvings: Sequence[Sequence[Prediction]]) -> list[Row]:
     rows: list[Row] = []
     for phase in ("decode", "prefill"):
         for kind, belongs in KINDS.items():
-            mine = [p for p in predictions if p.point.phase == phase and belongs(p.point)]
-            if mine:
-                errors = [abs(each.error) * 100 for each in mine]
-                machines = len({each.point.machine for each in mine})
-                low, high = np.percentile(errors, [50, 90]).tolist()
-                rows.append(Row(split, phase, kind, len(mine), machines, low, high))
+            mine = [
+                [p for p in found if p.point.phase == phase and belongs(p.point)]
+                for found in halvings
+            ]
+            errors = [[abs(each.error) * 100 for each in found] for found in mine]
+            medians = [float(np.median(found)) for found in errors]
+            low, high = np.percentile(np.concatenate(errors), [50, 90]).tolist()
+            machines = len({each.point.machine for each in mine[0]})
+            rows.append(
+                Row(
+                    split,
+                    phase,
+                    kind,
+                    len(mine[0]),
+                    machines,
+                    low,
+                    min(medians),
+                    max(medians),
+                    high,
+                )
+            )
     return rows
 
 
@@ -235,8 +254,76 @@ def describe(point: Point) -> str:
     return f"{point.phase} {point.length} at {point.depth}{rows}, ngl {layers}{experts}{kv}{where}"
 
 
-def print_points(split: str, predictions: Sequence[Prediction]) -> None:
-    ordered = sorted(predictions, key=lambda each: -abs(each.error))
+def typical(halvings: Sequence[Sequence[Prediction]]) -> list[Prediction]:
+    """Per point the median of its predictions, the worst first."""
+    found: dict[Point, list[float]] = {}
+    for predictions in halvings:
+        for each in predictions:
+            found.setdefault(each.point, []).append(each.tok_s)
+    middle = [Prediction(point, float(np.median(speeds))) for point, speeds in found.items()]
+    return sorted(middle, key=lambda each: -abs(each.error))
+
+
+def as_json(
+    rows: Sequence[Row],
+    figures: Mapping[str, float],
+    splits: Mapping[str, Sequence[Sequence[Prediction]]],
+) -> str:
+    points = {
+        split: [
+            {
+                "machine": each.point.machine,
+                "model": each.point.model,
+                "what": describe(each.point),
+                "tok_s": each.point.tok_s,
+                "predicted_tok_s": each.tok_s,
+                "source": each.point.source,
+            }
+            for each in typical(halvings)
+        ]
+        for split, halvings in splits.items()
+    }
+    report = {"errors": [asdict(row) for row in rows], "figures": figures, "points": points}
+    return json.dumps(report, indent=1)
+
+
+def errors_table(rows: Sequence[Row]) -> str:
+    header = ["halves", "phase", "points of", "points", "machines", "median", "range", "p90"]
+    cells = [
+        [
+            row.split,
+            row.phase,
+            row.kind,
+            row.points,
+            row.machines,
+            f"{row.median:.1f} %",
+            f"{row.least:.1f}-{row.greatest:.1f}",
+            f"{row.p90:.0f} %",
+        ]
+        for row in rows
+    ]
+    return markdown_table(header, cells)
+
+
+def figures_table(figures: Mapping[str, float]) -> str:
+    shown = [
+        [name, f"{figures[name]:.3g}", figure.unit, figure.means]
+        for name, figure in FIGURES.items()
+    ]
+    return markdown_table(["figure", "value", "unit", "what it is"], shown)
+
+
+def own_table(figures: Mapping[str, float]) -> str:
+    """What was fitted of single machines, as far as points said anything about it."""
+    own = [
+        [name, f"{figures[name]:.2f}"]
+        for name in own_figures()
+        if abs(np.log(figures[name])) > 1e-3
+    ]
+    return markdown_table(["figure", "factor"], own)
+
+
+def points_table(predictions: Sequence[Prediction]) -> str:
     header = ["machine", "model", "what", "published", "predicted", "error"]
     cells = [
         [
@@ -247,9 +334,9 @@ def print_points(split: str, predictions: Sequence[Prediction]) -> None:
             f"{each.tok_s:.1f}",
             f"{each.error:+.0%}",
         ]
-        for each in ordered
+        for each in predictions
     ]
-    print(f"\n{split}, worst first\n\n{markdown_table(header, cells)}")
+    return markdown_table(header, cells)
 
 
 def main() -> None:
@@ -258,67 +345,29 @@ def main() -> None:
     )
     parser.add_argument("--output", choices=("md", "json"), default="md", help="default: md")
     parser.add_argument("--points", action="store_true", help="every point, the worst first")
+    parser.add_argument(
+        "--seeds", type=int, default=SEEDS, metavar="N", help=f"ways to halve; default: {SEEDS}"
+    )
     arguments = parser.parse_args()
-    points = read_points()
+    if arguments.seeds < 1:
+        parser.error(f"--seeds must be 1 or more; got {arguments.seeds}")
+    points, player = read_points(), Player()
     splits = {
-        "by points": held_out(points, by_point),
-        "by machines": held_out(points, by_machine),
+        name: [held_out(points, key, seed, player) for seed in range(arguments.seeds)]
+        for name, key in (("by points", by_point), ("by machines", by_machine))
     }
-    figures = fit(points)
-    rows = [row for name, found in splits.items() for row in rows_of(name, found)]
+    figures = fit(points, player)
+    rows = [row for name, halvings in splits.items() for row in rows_of(name, halvings)]
     if arguments.output == "json":
-        report = {
-            "errors": [{name: getattr(row, name) for name in row.__slots__} for row in rows],
-            "figures": figures,
-            "points": {
-                name: [
-                    {
-                        "machine": each.point.machine,
-                        "model": each.point.model,
-                        "what": describe(each.point),
-                        "tok_s": each.point.tok_s,
-                        "predicted_tok_s": each.tok_s,
-                        "source": each.point.source,
-                    }
-                    for each in found
-                ]
-                for name, found in splits.items()
-            },
-        }
-        print(json.dumps(report, indent=1))
+        print(as_json(rows, figures, splits))
         return
-    header = ["halves", "phase", "points of", "points", "machines", "median", "90th percentile"]
-    cells = [
-        [
-            row.split,
-            row.phase,
-            row.kind,
-            str(row.points),
-            str(row.machines),
-            f"{row.median:.1f} %",
-            f"{row.p90:.1f} %",
-        ]
-        for row in rows
-    ]
-    print(f"{len(points)} points, errors on the half that was not fitted\n")
-    print(markdown_table(header, cells))
-    shown = [
-        [name, f"{figures[name]:.3g}", figure.unit, figure.means]
-        for name, figure in FIGURES.items()
-    ]
-    print("\nfitted on all points\n")
-    print(markdown_table(["figure", "value", "unit", "what it is"], shown))
-    seen = {point.machine for point in points if point.offload != "full"}
-    own = [
-        [name, f"{figures[name]:.2f}"]
-        for name in own_figures()
-        if name.split(":")[1] in seen and abs(np.log(figures[name])) > 1e-3
-    ]
-    print("\na machine's own, times the figure above\n")
-    print(markdown_table(["figure", "factor"], own))
+    print(f"{len(points)} points; errors on the half that was not fitted\n")
+    print(errors_table(rows))
+    print(f"\nfitted on all points\n\n{figures_table(figures)}")
+    print(f"\na machine's own, times the figure above\n\n{own_table(figures)}")
     if arguments.points:
-        for name, found in splits.items():
-            print_points(name, found)
+        for name, halvings in splits.items():
+            print(f"\nhalves {name}\n\n{points_table(typical(halvings))}")
 
 
 if __name__ == "__main__":
