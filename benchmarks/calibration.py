@@ -24,6 +24,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 
 import numpy as np
 from measure import markdown_table
@@ -245,6 +246,31 @@ def rows_of(split: str, halvings: Sequence[Sequence[Prediction]]) -> list[Row]:
     return rows
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Pairs of layouts of one model on one machine, of published speeds 5 % or more apart."""
+
+    phase: str
+    pairs: int  # over all halvings
+    right: int  # of them predicted in the published order
+
+
+def order_of(phase: str, halvings: Sequence[Sequence[Prediction]]) -> Order:
+    pairs = right = 0
+    for found in halvings:
+        mine = [each for each in found if each.point.phase == phase]
+        for one, other in combinations(mine, 2):
+            alike = all(
+                getattr(one.point, name) == getattr(other.point, name)
+                for name in ("machine", "model", "length", "depth", "rows", "on_cpu", "date")
+            )
+            ratio = one.point.tok_s / other.point.tok_s
+            if alike and not 1 / 1.05 < ratio < 1.05:
+                pairs += 1
+                right += (ratio > 1.0) is (one.tok_s > other.tok_s)
+    return Order(phase, pairs, right)
+
+
 def describe(point: Point) -> str:
     layers = "all" if point.ngl is None else point.ngl
     experts = f", experts of {point.cpu_moe} layers in RAM" if point.cpu_moe else ""
@@ -283,7 +309,13 @@ def as_json(
         ]
         for split, halvings in splits.items()
     }
-    report = {"errors": [asdict(row) for row in rows], "figures": figures, "points": points}
+    phases = ("decode", "prefill")
+    report = {
+        "errors": [asdict(row) for row in rows],
+        "orders": [asdict(order_of(phase, splits["by machines"])) for phase in phases],
+        "figures": figures,
+        "points": points,
+    }
     return json.dumps(report, indent=1)
 
 
@@ -363,6 +395,12 @@ def main() -> None:
         return
     print(f"{len(points)} points; errors on the half that was not fitted\n")
     print(errors_table(rows))
+    for phase in ("decode", "prefill"):
+        order = order_of(phase, splits["by machines"])
+        print(
+            f"\n{phase}, halves by machines: {order.right} of {order.pairs} pairs of layouts of "
+            "one model on one machine are predicted in the published order"
+        )
     print(f"\nfitted on all points\n\n{figures_table(figures)}")
     print(f"\na machine's own, times the figure above\n\n{own_table(figures)}")
     if arguments.points:
