@@ -102,10 +102,10 @@ DECODE = Work()
 class Site:
     """Where one load lives and who computes it. Parts of the whole: rows, KV heads or experts."""
 
-    vram: float  # part on the card
+    vram: float  # part on cards
     ram: float  # part in RAM; what is on neither is read from disk in every step
-    card: int = 0
-    brought: float = 0.0  # part of what is not on the card that is brought to it and computed there
+    brought: float = 0.0  # part of what is not on cards that is brought to them, computed there
+    over: tuple[float, ...] = (1.0,)  # how cards share what they hold or are brought; sums to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,9 @@ def demand(model: Model, plan: Plan, work: Work, cards: int) -> Demand:
     for load, site in zip(model.loads, plan.sites, strict=True):
         kv = kv_nbytes(load, work)
         ram += load.whole_nbytes * site.ram + kv * (1.0 - site.vram)
-        if cards:
-            vram[site.card] += (load.whole_nbytes + kv) * site.vram
-            brings[site.card] |= site.brought > 0.0
+        for card, part in enumerate(site.over[:cards]):
+            vram[card] += (load.whole_nbytes + kv) * site.vram * part
+            brings[card] |= site.brought * part > 0.0
     stages = (STAGE_NBYTES if each else 0.0 for each in brings)
     return Demand(tuple(have + stage for have, stage in zip(vram, stages, strict=True)), ram)
 

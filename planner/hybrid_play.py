@@ -18,8 +18,8 @@ from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
 from shadowlane.planner.hybrid import STAGE_NBYTES, HitRate, Load, Model, Plan, Site, Work
 
-STEPS = 3  # the first begins with nothing on its way; the last two are alike
 DISK_RING_NBYTES = 1e9
+LAST_PART = 0.25  # of a side's time that is left when the last of what was brought has come
 LEAST_DRAM_PART = 0.1  # of the port that cores get, however much goes through it beside them
 
 
@@ -36,13 +36,12 @@ class Times:
 
 
 class _Price(NamedTuple):
-    """One load under one site."""
+    """One load under one site. Sides: the processor, then each card; 0 seconds: takes no part."""
 
-    gpu_s: float
-    cpu_s: float
-    brought_nbytes: float  # over the link
+    sides_s: tuple[float, ...]
+    brought_nbytes: tuple[float, ...]  # over each link
     read_nbytes: float  # off the disk
-    joint_s: float  # expected time of the longer branch: at least that of both
+    more_s: float  # what the longest side takes beyond its mean, expected
 
 
 class _Rates(NamedTuple):
@@ -60,9 +59,10 @@ class _Rates(NamedTuple):
 class _Ring:
     """What comes over a link ahead of its use, in order, into room for so many bytes."""
 
-    def __init__(self, room_nbytes: float) -> None:
+    def __init__(self, room_nbytes: float, total_nbytes: float, total_s: float) -> None:
+        """total: of one step. At its start the ring is full, as the step before it left it."""
         self._room = room_nbytes
-        self._free_s = 0.0  # when the link is
+        self._free_s = -total_s * min(1.0, room_nbytes / total_nbytes) if total_nbytes else 0.0
         self._held: deque[tuple[float, float]] = deque()  # (bytes, when they were used)
         self._nbytes = 0.0
 
@@ -125,6 +125,11 @@ def _pass(
         card.crossing_s + row_nbytes / rate
         for card, rate in zip(rates.cards, rates.h2d_bytes_per_s, strict=True)
     ]
+    # From side to side; from card to card through RAM, with both crossings.
+    hops = [[0.0, *cross_s]]
+    hops += [
+        [cross_s[a], *(0.0 if a == b else cross_s[a] + cross_s[b] for b in cards)] for a in cards
+    ]
     known: dict[tuple[object, ...], _Price] = {}  # layers repeat
     prices: list[_Price] = []
     for load, site in zip(model.loads, plan.sites, strict=True):
@@ -132,80 +137,72 @@ def _pass(
         if key not in known:
             known[key] = _price(load, site, work, rates, hit_rate)
         prices.append(known[key])
-    brought = [0.0 for _ in cards]
-    busy = {"cpu:0": sum(price.cpu_s for price in prices)}
-    for card in cards:
-        mine = [price for price, site in zip(prices, plan.sites, strict=True) if site.card == card]
-        brought[card] = sum(price.brought_nbytes for price in mine)
-        busy[f"gpu:{card}"] = sum(price.gpu_s for price in mine)
-        busy[f"h2d:{card}"] = brought[card] / rates.h2d_bytes_per_s[card]
+    brought = [sum(price.brought_nbytes[card] for price in prices) for card in cards]
     read_nbytes = sum(price.read_nbytes for price in prices)
+    busy = {"cpu:0": sum(price.sides_s[0] for price in prices)}
+    for card in cards:
+        busy[f"gpu:{card}"] = sum(price.sides_s[1 + card] for price in prices)
+        busy[f"h2d:{card}"] = brought[card] / rates.h2d_bytes_per_s[card]
     busy["disk:0"] = read_nbytes / rates.disk_bytes_per_s
 
-    links = [_Ring(STAGE_NBYTES) for _ in cards]
-    disk = _Ring(DISK_RING_NBYTES)
+    links = [_Ring(STAGE_NBYTES, brought[card], busy[f"h2d:{card}"]) for card in cards]
+    disk = _Ring(DISK_RING_NBYTES, read_nbytes, busy["disk:0"])
     is_decode = work.phase == "decode"
-    now_s = before_s = 0.0
-    for _ in range(STEPS if read_nbytes or any(brought) else 1):
-        before_s = now_s
-        ready = [now_s, *(now_s + each for each in cross_s)]  # at the processor, at each card
-        for load, site, price in zip(model.loads, plan.sites, prices, strict=True):
-            begin_s = min(ready)
-            # A router chooses last: what it chose cannot be on its way before.
-            late_s = begin_s if load.experts and is_decode else 0.0
-            read_s = arrived_s = 0.0
-            if price.read_nbytes:
-                seconds = price.read_nbytes / rates.disk_bytes_per_s
-                read_s = disk.arrival_s(price.read_nbytes, seconds, late_s)
-            if price.brought_nbytes:
-                seconds = price.brought_nbytes / rates.h2d_bytes_per_s[site.card]
-                arrived_s = links[site.card].arrival_s(
-                    price.brought_nbytes, seconds, max(late_s, read_s)
-                )
-            ready = _after(price, site.card, ready, cross_s, arrived_s, read_s)
-            end_s = min(ready)
-            if price.brought_nbytes:
-                links[site.card].used(price.brought_nbytes, end_s)
-            if price.read_nbytes:
-                disk.used(price.read_nbytes, end_s)
-        now_s = min(ready)
-    return Times(now_s - before_s, busy), sum(brought) + 2.0 * read_nbytes
+    ready = list(hops[0])  # when the activation is at each side
+    never = float("-inf")
+    for load, price in zip(model.loads, prices, strict=True):
+        begin_s = min(ready)
+        # A router chooses last: what it chose cannot be on its way before.
+        late_s = begin_s if load.experts and is_decode else never
+        read_s = never
+        if price.read_nbytes:
+            seconds = price.read_nbytes / rates.disk_bytes_per_s
+            read_s = disk.arrival_s(price.read_nbytes, seconds, late_s)
+        arrived_s = [never, *(never for _ in cards)]
+        if any(price.brought_nbytes):
+            for card, nbytes in enumerate(price.brought_nbytes):
+                if nbytes:
+                    seconds = nbytes / rates.h2d_bytes_per_s[card]
+                    arrived_s[1 + card] = links[card].arrival_s(
+                        nbytes, seconds, max(late_s, read_s)
+                    )
+        else:
+            arrived_s[0] = read_s
+        ready = _after(price, ready, hops, arrived_s)
+        end_s = min(ready)
+        for card, nbytes in enumerate(price.brought_nbytes):
+            if nbytes:
+                links[card].used(nbytes, end_s)
+        if price.read_nbytes:
+            disk.used(price.read_nbytes, end_s)
+    # Steps follow each other: none is shorter than what has to come over a link for each.
+    step_s = max([min(ready), busy["disk:0"], *(busy[f"h2d:{card}"] for card in cards)])
+    return Times(step_s, busy), sum(brought) + 2.0 * read_nbytes
 
 
 def _after(
     price: _Price,
-    card: int,
-    ready: Sequence[float],
-    cross_s: Sequence[float],
-    arrived_s: float,
-    read_s: float,
+    ready: list[float],
+    hops: Sequence[Sequence[float]],
+    arrived_s: Sequence[float],
 ) -> list[float]:
-    """When the output of one load is at the processor, and at each card."""
-    on_card_s = in_ram_s = None
-    if price.gpu_s:
-        # What lives there is computed while the rest is on its way; then the last of it is left.
-        on_card_s = ready[1 + card] + price.gpu_s
-        if price.brought_nbytes:
-            on_card_s = max(on_card_s, arrived_s + price.gpu_s / 4)
-    if price.cpu_s:
-        in_ram_s = ready[0] + price.cpu_s
-        if price.read_nbytes and not price.brought_nbytes:
-            in_ram_s = max(in_ram_s, read_s + price.cpu_s / 4)
-    if on_card_s is None and in_ram_s is None:
-        return list(ready)
-    if on_card_s is None:
-        assert in_ram_s is not None
-        return [in_ram_s, *(in_ram_s + each for each in cross_s)]
-    home_s = on_card_s + cross_s[card]
-    if in_ram_s is None:
-        there_s = on_card_s
-    else:  # both took part: each side is whole where the other's part has arrived
-        more_s = max(0.0, price.joint_s - max(price.gpu_s, price.cpu_s))
-        home_s = max(in_ram_s, home_s) + more_s
-        there_s = max(on_card_s, in_ram_s + cross_s[card]) + more_s
+    """When the output of one load is at each side: where all parts of it have come.
+
+    A side computes what lives there while the rest is on its way; then the last of it is left.
+    """
+    ends = [
+        (side, max(ready[side] + seconds, arrived_s[side] + seconds * LAST_PART))
+        for side, seconds in enumerate(price.sides_s)
+        if seconds
+    ]
+    if not ends:
+        return ready
+    if len(ends) == 1:
+        side, end_s = ends[0]
+        return [end_s + hop for hop in hops[side]]
     return [
-        home_s,
-        *(there_s if each == card else home_s + cross_s[each] for each in range(len(cross_s))),
+        max(end_s + hops[side][there] for side, end_s in ends) + price.more_s
+        for there in range(len(ready))
     ]
 
 
@@ -219,18 +216,20 @@ def _price(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: HitRate)
         flops *= work.context
         nbytes = load.kv_nbytes_per_token * work.context * (work.sequences if is_decode else 1)
     brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought
-    on_card = site.vram + brought
-    gpu_s = _on_card(nbytes * on_card, flops * on_card, site.card, rates)
-    off = 1.0 - on_card if on_card < 1.0 - 1e-9 else 0.0
-    cpu_s = _on_cpu(nbytes * off, flops * off, rates)
+    on_cards = site.vram + brought
     on_disk = max(0.0, 1.0 - site.vram - site.ram) if load.nbytes else 0.0
-    return _Price(gpu_s, cpu_s, load.nbytes * brought, load.nbytes * on_disk, max(gpu_s, cpu_s))
+    return _Price(
+        _sides(nbytes, flops, on_cards, 1.0 - on_cards, site.over, rates),
+        tuple(load.nbytes * brought * part for part in site.over) if rates.cards else (),
+        load.nbytes * on_disk,
+        0.0,
+    )
 
 
 def _price_experts(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: HitRate) -> _Price:
-    """Chosen experts that are on the card are computed there, the others where the site says.
+    """Chosen experts that are on cards are computed there, the others where the site says.
 
-    One row's experts hit the card in varying number, and the longer of two branches takes longer on
+    One row's experts hit cards in varying number, and the longer of two branches takes longer on
     average than the average branches do: its expectation is taken over the binomial distribution.
     Most rows of a chunk choose everything in the end, favourites or not.
     """
@@ -243,18 +242,15 @@ def _price_experts(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: 
         hits, lost = site.vram, 1.0 - min(1.0, site.vram + site.ram)
     flops = load.flops_per_row * work.rows / chosen  # for the rows of one chosen expert
 
-    def branches(on_card: float) -> tuple[float, float]:
-        missing = chosen - on_card
-        there, here = on_card + missing * site.brought, missing * (1.0 - site.brought)
-        return (
-            _on_card(load.nbytes * there, flops * there, site.card, rates),
-            _on_cpu(load.nbytes * here, flops * here, rates),
-        )
+    def branches(on_cards: float) -> tuple[float, ...]:
+        missing = chosen - on_cards
+        there, here = on_cards + missing * site.brought, missing * (1.0 - site.brought)
+        return _sides(load.nbytes, flops, there, here, site.over, rates)
 
-    gpu_s, cpu_s = branches(chosen * hits)
-    joint_s = max(gpu_s, cpu_s)
+    sides_s = branches(chosen * hits)
+    more_s = 0.0
     if is_decode and work.rows == 1 and 0.0 < hits < 1.0:
-        joint_s = sum(
+        more_s = -max(sides_s) + sum(
             comb(load.top_k, count)
             * hits**count
             * (1.0 - hits) ** (load.top_k - count)
@@ -262,15 +258,38 @@ def _price_experts(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: 
             for count in range(load.top_k + 1)
         )
     brought = load.nbytes * chosen * (1.0 - hits) * site.brought
-    return _Price(gpu_s, cpu_s, brought, load.nbytes * chosen * max(0.0, lost), joint_s)
+    return _Price(
+        sides_s,
+        tuple(brought * part for part in site.over) if rates.cards else (),
+        load.nbytes * chosen * max(0.0, lost),
+        max(0.0, more_s),
+    )
 
 
-def _on_card(nbytes: float, flops: float, card: int, rates: _Rates) -> float:
+def _sides(
+    nbytes: float,
+    flops: float,
+    on_cards: float,
+    on_cpu: float,
+    over: Sequence[float],
+    rates: _Rates,
+) -> tuple[float, ...]:
+    """Seconds of the processor and of each card for parts (or numbers) of one thing."""
+    here_s = _on_cpu(nbytes * on_cpu, flops * on_cpu, rates) if on_cpu > 1e-9 else 0.0
+    return (
+        here_s,
+        *(
+            _on_card(nbytes * on_cards * part, flops * on_cards * part, card, rates)
+            for card, part in zip(rates.cards, over, strict=bool(rates.cards))
+        ),
+    )
+
+
+def _on_card(nbytes: float, flops: float, card: Card, rates: _Rates) -> float:
     """No bytes and no operations: the card takes no part, and nothing is launched."""
     if nbytes <= 0.0 and flops <= 0.0:
         return 0.0
-    its = rates.cards[card]
-    return max(nbytes / its.vram_bytes_per_s, flops / its.flops) / rates.gpu + its.launch_s
+    return max(nbytes / card.vram_bytes_per_s, flops / card.flops) / rates.gpu + card.launch_s
 
 
 def _on_cpu(nbytes: float, flops: float, rates: _Rates) -> float:
