@@ -278,9 +278,10 @@ def layout_of(point: Point) -> Layout:
     parts = parts_on_card(point)
     cards = _cards_of(point, loads, parts)
     streams = is_streamed(point)
+    count = max(1, len(point.cards))
     sites = tuple(
-        Site(1.0, 0.0, card) if streams else Site(part, 1.0 - part, card)
-        for part, card in zip(parts, cards, strict=True)
+        Site(vram, 1.0 - vram, over=tuple(float(each == card) for each in range(count)))
+        for vram, card in zip([1.0] * len(parts) if streams else parts, cards, strict=True)
     )
     missing = {False: 0.0, True: 0.0}
     for load, part in zip(loads, parts, strict=True):
