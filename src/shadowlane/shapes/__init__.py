@@ -5,6 +5,7 @@ Nothing here reads weights; nothing is said about what a model would write.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,13 @@ def _shapes() -> dict[str, Any]:
     return found
 
 
-def shape_catalog(name: str, context: int | None = None) -> Catalog:
-    """The groups of a model by its short name. Raises ModelError for one that is not known."""
+def shape_catalog(
+    name: str, context: int | None = None, layouts: Mapping[str, str] | None = None
+) -> Catalog:
+    """The groups of a model by its short name. Raises ModelError for one that is not known.
+
+    layouts: pattern of tensor names -> format, instead of those the name stands for.
+    """
     from shadowlane.actors.blueprint import cut_model
     from shadowlane.actors.spec import Options
     from shadowlane.ops.files.imagined import imagine_files
@@ -36,7 +42,7 @@ def shape_catalog(name: str, context: int | None = None) -> Catalog:
     shapes = _shapes()
     if name not in shapes:
         raise ModelError(f"model must be one of {', '.join(shapes)}; got {name!r}")
-    files = imagine_files(name, shapes[name]["config"], shapes[name]["layouts"])
+    files = imagine_files(name, shapes[name]["config"], layouts or shapes[name]["layouts"])
     return cut_model(files, Options(context=context), 1).catalog
 
 
