@@ -94,8 +94,9 @@ def play(
     machine: Hardware,
     state: Conditions = CALM,
     hit_rate: HitRate = lambda part: part,
+    worth_s: float = float("inf"),
 ) -> Times:
-    """Seconds of one steady step of `plan`.
+    """Seconds of one steady step of `plan`; at least that if it takes `worth_s` or more anyway.
 
     What the cores read competes with links and disk for the DRAM port: where anything is brought
     or read, a second pass is played at the rate that the first one leaves.
@@ -110,7 +111,7 @@ def play(
         disk_bytes_per_s=machine.disk_bytes_per_s * state.disk,
     )
     times, moved_nbytes = _pass(model, plan, work, rates, hit_rate)
-    if moved_nbytes and times.step_s:
+    if moved_nbytes and 0.0 < times.step_s < worth_s:
         left = machine.dram_bytes_per_s - moved_nbytes / times.step_s
         left = max(left, machine.dram_bytes_per_s * LEAST_DRAM_PART)
         if left < rates.cpu_bytes_per_s:

@@ -34,7 +34,7 @@ from shadowlane.planner.hybrid_layouts import (
 MECHANISMS = ("kinds", "kv", "knapsack", "experts", "split", "across", "bring", "refine")
 TRIED = 4  # of the fastest starts, with parts brought over the link
 MOST_TRIES = 1500  # of small changes
-TRIES_OF_LOADS = 100_000  # and loads played through for them: a fraction of a second
+TRIES_OF_LOADS = 40_000  # and loads played through for them: a fraction of a second
 KNAPSACK_STEPS = 512  # of one card's room
 PARTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of what is not on the card, brought to it
 

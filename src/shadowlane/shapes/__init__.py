@@ -51,6 +51,8 @@ def load_hardware(path: Path) -> Hardware:
     try:
         data = yaml.safe_load(path.read_text())
         return read_hardware(data)
+    except FileNotFoundError:
+        raise ModelError(f"no such hardware file: {path}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{path}: {reason}") from None
