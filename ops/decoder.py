@@ -22,11 +22,12 @@ from shadowlane.ops.expert_matrices import (
     ExpertMatrix,
     check_experts,
     check_no_more_experts,
-    check_not_transposed,
+    check_not_fused,
     expert_bias_names,
     read_experts,
 )
 from shadowlane.ops.layouts import LAYOUTS
+from shadowlane.ops.scattered_experts import check_scattered_experts, has_scattered_experts
 
 if TYPE_CHECKING:
     from shadowlane.ops.files import ModelFiles, TensorSource
@@ -253,7 +254,7 @@ def check_tensors(cfg: DecoderConfig, tensors: Mapping[str, TensorSource]) -> li
     Raises ModelError, one line, for missing or mis-shaped tensors, for rows that are no whole
     number of packed blocks, and for tensors whose absence from the sums would change the result.
     """
-    check_not_transposed(cfg, tensors)
+    check_not_fused(cfg, tensors)
     expected = expected_tensors(cfg)
     missing = [name for name in expected if name not in tensors]
     if missing:
@@ -278,7 +279,10 @@ def check_tensors(cfg: DecoderConfig, tensors: Mapping[str, TensorSource]) -> li
         is_vector = len(shape) == 1 or name.endswith("_bias")
         if is_vector and layout.block_elements != 1:
             raise ModelError(f"{name}: a vector must be f32, f16 or bf16; got {layout.name}")
-    expert_names = check_experts(cfg, tensors)
+    if has_scattered_experts(cfg, tensors):
+        expert_names = check_scattered_experts(cfg, tensors)
+    else:
+        expert_names = check_experts(cfg, tensors)
     return _unexpected(
         cfg, [name for name in tensors if name not in expected and name not in expert_names]
     )
