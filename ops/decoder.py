@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from shadowlane.ops.decoder_config import DecoderConfig, read_config
+from shadowlane.ops.decoder_config import DecoderConfig, DType, read_config
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.expert_matrices import (
     Expert,
@@ -91,9 +91,18 @@ def read_decoder(files: ModelFiles) -> DecoderConfig:
     if factors is not None:
         count = factors.nbytes // 4  # GGUF keeps them as float32
         rope_factors = np.fromfile(factors.path, "<f4", count, offset=factors.offset).tolist()
-    cfg = read_config(files.config, rope_factors=rope_factors)
+    cfg = read_config(
+        files.config, rope_factors=rope_factors, default_dtype=_dtype_of(files.tensors)
+    )
     check_tensors(cfg, files.tensors)
     return cfg
+
+
+def _dtype_of(tensors: Mapping[str, TensorSource]) -> DType:
+    """The type of the embedding stands in where a config names none, as published GPT-OSS."""
+    names: dict[str, DType] = {"bf16": "bfloat16", "f16": "float16"}
+    source = tensors.get(EMBEDDING)
+    return names.get(source.layout, "float32") if source is not None else "float32"
 
 
 def describe_groups(cfg: DecoderConfig) -> tuple[GroupDescription, ...]:

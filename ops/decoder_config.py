@@ -46,7 +46,7 @@ class DecoderConfig:
     # Per layer: how many positions a query sees, its own included, or None for all before it.
     windows: tuple[int | None, ...]
     max_context: int  # positions the model is made for, scaling included
-    dtype: DType  # what the config says the weights are
+    dtype: DType  # of the weights, as the config says
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     moe: MoeConfig | None = None

@@ -69,7 +69,7 @@ def arranging_kernels() -> Kernels:
     """What the disk lane calls where experts are arranged on their way into RAM."""
     from shadowlane.ops import arrange
 
-    return ((arrange.join_blocks, (I64,) * 8),)
+    return ((arrange.join_blocks, (I64,) * 8), (arrange.transpose, (I64,) * 7))
 
 
 def warm_decode() -> None:

@@ -99,7 +99,7 @@ def load_experts(cfg: DecoderConfig, files: ModelFiles) -> Experts:
     if has_scattered_experts(cfg, files.tensors):
         return tuple(
             tuple(
-                (*load_scattered(expert.gate_up, 7), *load_scattered(expert.down, 500))
+                (*load_scattered(expert.gate_up, 20), *load_scattered(expert.down, 500))
                 for expert in layer
             )
             for layer in read_scattered_experts(cfg, files)

@@ -394,6 +394,16 @@ def test_published_experts_of_gpt_oss(tiny_model, tmp_path, options, shards):
     check_logits(cfg, files, directory)
 
 
+def test_the_embedding_says_the_type_where_the_config_does_not(tiny_model, tmp_path):
+    for family, dtype in (("gpt-oss", "float32"), ("gpt-oss-bfloat16", "bfloat16")):
+        directory = write_published_gpt_oss(tiny_model(family), tmp_path / family)
+        path = directory / "config.json"
+        config = json.loads(path.read_text())
+        del config["dtype"]
+        path.write_text(json.dumps(config))
+        assert read_decoder(open_model(directory)).dtype == dtype
+
+
 def test_gate_and_up_of_gpt_oss_are_apart_in_gguf():
     cfg = read_config(CONFIG | GPT_OSS)
     fused = "model.layers.1.mlp.experts.gate_up_proj"
