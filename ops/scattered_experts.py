@@ -87,9 +87,12 @@ def has_scattered_experts(cfg: DecoderConfig, tensors: Mapping[str, TensorSource
     """Whether the experts are those of a directory of GPT-OSS."""
     if cfg.moe is None or cfg.family != "gpt_oss":
         return False
-    prefix = _prefix(cfg.moe.sparse_layers[0])
-    suffixes = (TRANSPOSED, "_blocks", "_scales")
-    return any(f"{prefix}.{stack}{end}" in tensors for stack, _ in _STACKS for end in suffixes)
+    return any(
+        f"{_prefix(layer)}.{stack}{end}" in tensors
+        for layer in cfg.moe.sparse_layers
+        for stack, _ in _STACKS
+        for end in (TRANSPOSED, "_blocks", "_scales")
+    )
 
 
 def check_scattered_experts(cfg: DecoderConfig, tensors: Mapping[str, TensorSource]) -> set[str]:
