@@ -216,7 +216,8 @@ class Engine:
         for source, raw in zip(self.blueprint.constants, read, strict=True):
             count = math.prod(source.shape)
             values = arena.view(layout.constant_offsets[source.name], np.float32, count)
-            values[:] = expand_rows(source.layout, raw, 1, count)[0]
+            held = (count - 1) * source.step + 1
+            values[:] = expand_rows(source.layout, raw, 1, held)[0][:: source.step]
 
     def set_spin_us(self, lane: str | None, spin_us: int) -> None:
         """How long the waits of a lane (None: of all) may spin before they sleep."""

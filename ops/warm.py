@@ -65,6 +65,13 @@ def warm_counters() -> None:
     _load_kernels("counters", counter_kernels)
 
 
+def arranging_kernels() -> Kernels:
+    """What the disk lane calls where experts are arranged on their way into RAM."""
+    from shadowlane.ops import arrange
+
+    return ((arrange.join_blocks, (I64,) * 8), (arrange.transpose, (I64,) * 7))
+
+
 def warm_decode() -> None:
     """Make ready what decode steps call, but for the operators of layouts."""
     _load_kernels("counters", counter_kernels)
@@ -77,6 +84,11 @@ def warm_prefill() -> None:
 
     aten.load()
     _load_kernels("prefill", prefill_kernels)
+
+
+def warm_arranging() -> None:
+    """Make ready what the disk lane calls for scattered experts."""
+    _load_kernels("arranging", arranging_kernels)
 
 
 def warm_layouts(layouts: Iterable[str]) -> None:

@@ -13,9 +13,15 @@ import pytest
 import safetensors.torch
 import torch
 from inprocess import ONE_THREAD, TWO_LANES, TWO_THREADS, InProcess, collect, cut, running
-from mixture_files import round_experts, write_mixture_gguf, write_stacked
+from mixture_files import (
+    round_experts,
+    write_mixture_gguf,
+    write_published_gpt_oss,
+    write_stacked,
+)
 from tiny import MIXTURES, reference_logits, tiny_tokens
 
+from shadowlane.actors import arranged_experts
 from shadowlane.actors.blueprint import Options, read_blueprint
 from shadowlane.actors.disk_lane import EXPERT_NBYTES
 from shadowlane.actors.routing import routed_model
@@ -28,8 +34,7 @@ from shadowlane.planner.search import SPARE_EXPERTS
 TOLERANCE = 1e-4  # float32 against float32, largest difference of any logit
 NUM_TOKENS = 75
 OPTIONS = Options(context=128, prefill_chunk=64, dtype="float32")
-IN_DIRECTORIES = [name for name in MIXTURES if not name.startswith("gpt-oss")]
-IN_GGUF_ONLY = [name for name in MIXTURES if name.startswith("gpt-oss")]
+GPT_OSS = ["gpt-oss", "gpt-oss-plain"]
 MANY = "qwen3-moe-norm"  # a family with experts enough to keep few of them
 
 
@@ -48,13 +53,13 @@ def assert_logits(model: Path, reference: Path, cores: Sequence[Sequence[int]]) 
         assert np.abs(ours - theirs).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", IN_DIRECTORIES)
+@pytest.mark.parametrize("family", MIXTURES)
 def test_logits_equal_those_of_transformers(tiny_model: Callable[..., Path], family: str) -> None:
     model = tiny_model(family)
     assert_logits(model, model, TWO_THREADS)
 
 
-@pytest.mark.parametrize("family", IN_GGUF_ONLY)
+@pytest.mark.parametrize("family", GPT_OSS)
 def test_gpt_oss_from_gguf(tiny_model: Callable[..., Path], tmp_path: Path, family: str) -> None:
     """Sinks, biases of experts, a clamped activation; the limit is that of the architecture."""
     model = tiny_model(family, swiglu_limit=7.0)
@@ -100,6 +105,28 @@ def test_packed_experts(tiny_model: Callable[..., Path], tmp_path: Path, kind: s
     assert np.median(errors) < 0.02
 
 
+def test_published_gpt_oss(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """The bits of the same weights in GGUF; and, where its experts are expanded, the logits of
+    transformers, which expands all of them."""
+    # so many experts per token that every one gets enough rows of a chunk to be expanded
+    model = tiny_model("gpt-oss", swiglu_limit=7.0, hidden_size=128, num_experts_per_tok=5)
+    published = write_published_gpt_oss(model, tmp_path / "published")
+    layout = gguf.GGMLQuantizationType.MXFP4
+    path = write_mixture_gguf(model, tmp_path / "model.gguf", kind=layout)
+    tokens = tiny_tokens(NUM_TOKENS)
+    for chunk in (64, 20, 8, 1):
+        options = replace(OPTIONS, logit_rows=chunk)
+        with running(published, options=options) as engine:
+            ours = engine.logits(tokens)
+        with running(path, options=options) as engine:
+            assert np.array_equal(engine.logits(tokens), ours)
+    tokens = tiny_tokens(100)
+    options = replace(OPTIONS, prefill_chunk=100, logit_rows=100)
+    with running(published, options=options) as engine:
+        ours = engine.logits(tokens)
+    assert np.abs(ours - reference_logits(published, tokens, None, "float32")).max() <= TOLERANCE
+
+
 # -- residency
 
 
@@ -122,11 +149,19 @@ def read_nbytes(engine: InProcess) -> int:
 
 
 @pytest.mark.parametrize("cores", [ONE_THREAD, TWO_THREADS, TWO_LANES])
-@pytest.mark.parametrize("family", ["mixtral", MANY, "qwen2-moe"])
+@pytest.mark.parametrize("family", ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"])
 def test_tokens_do_not_depend_on_what_is_in_ram(
-    tiny_model: Callable[..., Path], family: str, cores: Sequence[Sequence[int]]
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    cores: Sequence[Sequence[int]],
 ) -> None:
-    model = tiny_model(family)
+    if family == "published":
+        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
+    else:
+        model = tiny_model(family)
+    monkeypatch.setattr(arranged_experts, "PIECE_NBYTES", 4000)  # a tensor is in many pieces
     experts = cut(model, OPTIONS, cores).catalog.experts
     assert experts is not None
     prompt = tiny_tokens(40)
