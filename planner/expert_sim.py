@@ -17,7 +17,7 @@ import numpy.typing as npt
 from shadowlane.planner.chooser import Chooser
 from shadowlane.planner.experts import MIXTURE, POLICIES, ExpertCache, Policy, serve
 from shadowlane.planner.heat import heat_of
-from shadowlane.planner.placement import whole_pages
+from shadowlane.planner.placement import show_nbytes, whole_pages
 from shadowlane.planner.routing import RoutedModel, Trace
 
 Counts = npt.NDArray[np.int64]
@@ -74,8 +74,8 @@ def slots_in(model: RoutedModel, ram: int) -> int:
     if slots < model.top_k:
         least = model.all_dense_nbytes + model.top_k * slot_nbytes(model)
         raise ValueError(
-            f"ram must be at least {least} bytes, the dense parts and {model.top_k} experts; "
-            f"got {ram}"
+            f"ram must be at least {show_nbytes(least)}, the dense parts and {model.top_k} "
+            f"experts; got {show_nbytes(ram)}"
         )
     return min(slots, all_experts)
 

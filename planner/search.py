@@ -168,6 +168,12 @@ def _sort_blocks(catalog: Catalog, pins: Mapping[str, Tier]) -> _Weights:
     tier_of: dict[str, Tier] = {}
     for pattern, tier in pins.items():
         matched = [group for group in catalog.groups if fnmatchcase(group.name, pattern)]
+        routed = next((group.name for group in matched if group.kind == "experts"), None)
+        if routed is not None:
+            raise ValueError(
+                f"pin {pattern!r} must not match routed experts, which share RAM by use and cannot "
+                f"be pinned; it matches {routed}"
+            )
         if not any(group.blocks for group in matched):
             raise ValueError(f"pin {pattern!r} must match a group with weights; it matches none")
         tier_of.update((group.name, tier) for group in matched)

@@ -22,6 +22,7 @@ from shadowlane.planner.placement import (
     LaneSpec,
     Placement,
     Request,
+    show_nbytes,
 )
 from shadowlane.planner.profile import Profile
 from shadowlane.planner.replan import moved_nbytes, plan_again
@@ -167,7 +168,7 @@ class PlannerState:
         if not self._alive_lanes():
             return [ev.Note("the new budget counts once a compute lane is alive")]
         try:
-            return self._replan(f"the RAM budget is now {ram} bytes")
+            return self._replan(f"the RAM budget is now {show_nbytes(ram)}")
         except InfeasiblePlan as error:
             self.request = before
             return [ev.Note(f"the budget cannot change: {error}; the plan stays as it is")]

@@ -47,8 +47,8 @@ def test_it_prints_one_object(shadowlane_command: Callable[..., Result], routing
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "one of --ram and --slots must be given"),
-        (("--ram", "1", "--slots", "16"), "one of --ram and --slots must be given"),
+        ((), "one of --ram and --slots must be given; got neither"),
+        (("--ram", "1", "--slots", "16"), "only one of --ram and --slots may be given; got both"),
         (("--slots", "65"), "--slots must be between 2, one route, and 64, all experts; got 65"),
         (("--slots", "1"), "--slots must be between 2"),
         (("--ram", "1MiB"), "--ram must be at least"),

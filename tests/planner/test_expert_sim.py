@@ -154,7 +154,7 @@ def test_dense_parts_come_before_experts() -> None:
     assert slot_nbytes(MODEL) == 4096
     assert slots_in(MODEL, 350 + 3 * 4096 + 7) == 3
     assert slots_in(MODEL, 1 << 30) == 8
-    with pytest.raises(ValueError, match="ram must be at least 4446 bytes, the dense parts and 1 "):
+    with pytest.raises(ValueError, match="ram must be at least 4.34 KiB, the dense parts and 1 "):
         slots_in(MODEL, 350 + 4095)
 
 

@@ -12,7 +12,7 @@ from shadowlane.planner.explain import plan_report
 from shadowlane.planner.placement import InfeasiblePlan, LaneSpec, Request
 from shadowlane.planner.program import Read, build_programs
 from shadowlane.planner.search import place
-from shadowlane.planner.synthetic import llama_catalog
+from shadowlane.planner.synthetic import llama_catalog, mixture_catalog
 
 MIB = 1 << 20
 COST = CostModel(None)
@@ -112,6 +112,14 @@ def test_pins_are_kept(pins: dict[str, str], streams: str, stays: str) -> None:
 def test_a_pin_without_effect_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'\*\.attn' must match a group with weights"):
         place(CATALOG, Request(ram=12 * MIB, pins={"*.attn": "ram"}), COST)
+
+
+@pytest.mark.parametrize("pattern", ["*.experts", "0.experts", "*"])
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_routed_experts_cannot_be_pinned(pattern: str, tier: str) -> None:
+    request = Request(ram=1 << 30, pins={pattern: tier})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"share RAM by use .* it matches 0\.experts$"):
+        place(mixture_catalog(), request, COST)
 
 
 def test_pins_that_do_not_fit_are_named() -> None:

@@ -84,8 +84,10 @@ def simulate(
     The first half of the file chooses what is hot, the second half is scored. Nothing is read but
     the file; speeds are what the options say.
     """
-    if (ram is None) == (slots is None):
-        raise ValueError("one of --ram and --slots must be given")
+    if ram is None and slots is None:
+        raise ValueError("one of --ram and --slots must be given; got neither")
+    if ram is not None and slots is not None:
+        raise ValueError("only one of --ram and --slots may be given; got both")
     if look_ahead is not None and not 0 <= look_ahead <= 1:
         raise ValueError(f"look_ahead must be between 0 and 1; got {look_ahead:g}")
     ram_nbytes = None if ram is None else parse_size(ram, "--ram")
