@@ -8,13 +8,14 @@ from typing import Any
 
 from shadowlane.actors.blueprint import Blueprint, read_blueprint
 from shadowlane.actors.machine import hardware_fingerprint
-from shadowlane.actors.routing import check_routing
+from shadowlane.actors.routing import check_routing, routed_model
 from shadowlane.actors.service import profile_path, read_profile
 from shadowlane.actors.spec import ServiceSpec
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report
 from shadowlane.planner.placement import LaneSpec, Placement, Request
 from shadowlane.planner.profile import Profile
+from shadowlane.planner.routing import RoutedModel
 from shadowlane.planner.search import place
 
 
@@ -32,6 +33,16 @@ def preview(spec: ServiceSpec) -> dict[str, Any]:
     report["model"] = str(spec.root)
     report["dtype"] = blueprint.dtype
     return report
+
+
+def routed_plan(spec: ServiceSpec) -> tuple[RoutedModel, Placement, CostModel]:
+    """A mixture as a trace names it, what an engine would start with, and what was measured of it.
+
+    Raises like `preview`, and ValueError for a dense model.
+    """
+    blueprint, profile = _read(spec)
+    model, cost = routed_model(blueprint), CostModel(profile)
+    return model, first_placement(spec, blueprint, cost), cost
 
 
 def first_placement(spec: ServiceSpec, blueprint: Blueprint, cost: CostModel) -> Placement:

@@ -31,6 +31,7 @@ class RoutedModel:
     expert_nbytes: tuple[int, ...]  # of one expert of each layer that has experts
     dense_nbytes: tuple[int, ...]  # what a token reads of each such layer besides experts
     outside_nbytes: int = 0  # what a token reads outside these layers
+    title: str = ""  # what people call it; empty where the recorder did not say
 
     def __post_init__(self) -> None:
         if not self.expert_nbytes or min(self.expert_nbytes) < 1:
@@ -52,6 +53,12 @@ class RoutedModel:
     @property
     def num_layers(self) -> int:
         return len(self.expert_nbytes)
+
+    @property
+    def label(self) -> str:
+        """What to call it where people read: never a fingerprint in full."""
+        is_fingerprint = len(self.name) >= 32 and not set(self.name) - set("0123456789abcdef")
+        return self.title or (f"unnamed model {self.name[:8]}" if is_fingerprint else self.name)
 
     @property
     def all_dense_nbytes(self) -> int:
@@ -183,6 +190,7 @@ def synthesize(
         raise ValueError(f"num_tokens must be positive; got {num_tokens}")
     model = RoutedModel(
         name=f"synthetic-{num_layers}x{num_experts}-top{top_k}-seed{seed}",
+        title="synthetic routing",
         num_experts=num_experts,
         top_k=top_k,
         expert_nbytes=(expert_nbytes,) * num_layers,

@@ -19,6 +19,7 @@ from shadowlane.arguments import (
     PACK_NAMES,
     check_model,
     check_progress,
+    check_routing,
     lane_shares,
     one_of,
     switch,
@@ -442,6 +443,7 @@ def _prepare(
     name = check_model(model)
     if weights is not None:
         one_of("weights", weights, PACK_NAMES)
+    check_routing(name, options.get("trace_routing"), options.get("replay_routing"))
     spec = make_spec(Path(), **options)
     path, notes = _chosen_weights(resolve_model(name, tell), weights, tell)
     return replace(spec, root=path.absolute(), notes=(*notes, *spec.notes))

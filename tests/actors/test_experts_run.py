@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,14 +16,16 @@ import torch
 from inprocess import ONE_THREAD, TWO_LANES, TWO_THREADS, InProcess, collect, cut, running
 from mixture_files import round_experts, write_mixture_gguf, write_stacked
 from tiny import MIXTURES, reference_logits, tiny_tokens
+from typer.testing import CliRunner
 
 from shadowlane.actors.blueprint import Options, read_blueprint
 from shadowlane.actors.disk_lane import EXPERT_NBYTES
 from shadowlane.actors.routing import routed_model
+from shadowlane.cli import app
 from shadowlane.ops.errors import ModelError
 from shadowlane.planner.placement import InfeasiblePlan
-from shadowlane.planner.routing import NOBODY
-from shadowlane.planner.routing_files import TraceWriter, read_trace
+from shadowlane.planner.routing import NOBODY, synthesize
+from shadowlane.planner.routing_files import TraceWriter, read_trace, write_trace
 from shadowlane.planner.search import SPARE_EXPERTS
 
 TOLERANCE = 1e-4  # float32 against float32, largest difference of any logit
@@ -292,6 +295,50 @@ def test_what_a_run_tells_of_its_experts(tiny_model: Callable[..., Path]) -> Non
         sequence = run.submit(tiny_tokens(30), 4)
         collect(sequence)
         assert run.engine.expert_use(sequence) is None
+
+
+def test_a_simulation_holds_what_a_run_holds(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_model(MANY)
+    routing = tmp_path / "routes.jsonl"
+    options = Options(dtype="float32")
+    slots = cut(model, OPTIONS, TWO_THREADS).catalog.experts.total // 2
+    # a longer context takes more scratch too
+    for context, more, asked in ((128, 0, ("--ctx-size", "128")), (None, 900_000, ())):
+        options = replace(options, context=context)
+        ram = budget_for(model, slots, TWO_THREADS, replace(options, context=128)) + more
+        with running(model, options=options, ram=ram, trace_routing=routing) as engine:
+            engine.generate(tiny_tokens(20), 10)
+            placement = engine.engine.placement
+        result = CliRunner().invoke(
+            app,
+            ["simulate", str(model), "--routing", str(routing), "--ram", f"{ram}B", "--json",
+             "--cpu-threads", "2", "--dtype", "float32", *asked],
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        said = json.loads(result.stdout)
+        assert said["slots"] == placement.expert_slots
+        assert said["title"] == model.name
+        assert said["run"] == {
+            "ram": placement.ram,
+            "dense_nbytes": placement.weights_nbytes,
+            "experts_nbytes": placement.experts_nbytes,
+            "kv_nbytes": placement.kv_nbytes,
+            "context_tokens": placement.context_tokens,
+            "scratch_nbytes": placement.scratch_nbytes + placement.constants_nbytes,
+        }
+
+
+def test_routing_of_another_shape_is_refused(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    routing = tmp_path / "routes.jsonl"
+    write_trace(routing, synthesize(num_tokens=8, num_layers=2, num_experts=4, top_k=1))
+    arguments = ["simulate", str(tiny_model(MANY)), "--routing", str(routing), "--ram", "1"]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: the routing trace must be of " in result.stderr
 
 
 def test_a_budget_below_what_every_token_needs_names_the_sum(
