@@ -31,7 +31,7 @@ from shadowlane.actors.lowering import lane_number
 from shadowlane.actors.records import RecordWriter, StepPlan
 from shadowlane.actors.recovery import kill_quietly
 from shadowlane.actors.routing import RoutingTap, check_routing
-from shadowlane.actors.sequence import LaneUse, Sequence, TextSink
+from shadowlane.actors.sequence import ExpertUse, LaneUse, Sequence, TextSink
 from shadowlane.actors.shadow_link import ShadowLink
 from shadowlane.actors.spec import EngineSettings, Options
 from shadowlane.ops.atomics import WAIT_OK, publish, wait_counter
@@ -102,6 +102,7 @@ class Engine:
         self._experts_read = 0  # bytes, while decode steps ran
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
         self._multiplied = [0] * len(self.lanes)  # weight bytes, by each compute lane so far
+        self._prompt_experts = 0  # that steps with rows of prompts chose, over all layers
         self._rope_cache: tuple[np.ndarray, float] | None = None
         self._shares_of: int | None = None  # the placement that `_nbytes_per_step` is about
         self._nbytes_per_step: list[int] = []
@@ -334,6 +335,8 @@ class Engine:
         if step.plan.is_decode and not step.plan.same_sequence:
             read = int(self.gauges.disk_statistics()[disk.EXPERT_NBYTES])
             self._experts_read += read - read_before
+        else:
+            self._prompt_experts += self.gauges.newest_chosen()
         seconds = time.monotonic() - began
         for number, nbytes in enumerate(self._step_nbytes(placement)):
             self._multiplied[number] += nbytes
@@ -472,8 +475,9 @@ class Engine:
                 if name.endswith(".experts")
                 for share in shares
             )
-            multiplied[lane_number(first)] += used[1] * experts.nbytes
-        return LaneUse(self.gauges.lane_use(multiplied), (*used, self._experts_read))
+            multiplied[lane_number(first)] += (used.chosen + self._prompt_experts) * experts.nbytes
+        use = used._replace(read_nbytes=self._experts_read)
+        return LaneUse(self.gauges.lane_use(multiplied), use)
 
     def lane_use(self, sequence: Sequence) -> dict[str, tuple[float, int]]:
         """Per lane, busy seconds and bytes while a finished request ran (others' work included)."""
@@ -488,18 +492,21 @@ class Engine:
         experts = self.blueprint.catalog.experts
         if experts is None:
             return None
-        resident, chosen, read = (
-            after - before
-            for before, after in zip(
-                sequence.use_before.experts, sequence.use_after.experts, strict=True
+        use = ExpertUse(
+            *(
+                after - before
+                for before, after in zip(
+                    sequence.use_before.experts, sequence.use_after.experts, strict=True
+                )
             )
         )
-        tokens = max(1, len(sequence.generated) - 1)
+        tokens = len(sequence.generated) - 1  # the first comes from the prompt
         return {
             "slots": self.placement.expert_slots,
             "of": experts.total,
-            "hit_rate": resident / chosen if chosen else None,
-            "read_nbytes_per_token": read // tokens,
+            "hit_rate": use.resident / use.chosen if use.chosen else None,
+            "early_hit_rate": use.early / use.chosen if use.chosen else None,
+            "read_nbytes_per_token": use.read_nbytes // tokens if tokens > 0 else None,
             **self.gauges.expert_report(),
         }
 

@@ -11,6 +11,9 @@ from shadowlane.actors.machine import hardware_fingerprint
 from shadowlane.actors.routing import check_routing, routed_model
 from shadowlane.actors.service import profile_path, read_profile
 from shadowlane.actors.spec import ServiceSpec
+from shadowlane.ops.files import open_model
+from shadowlane.ops.tokenizer import load_tokenizer
+from shadowlane.paths import cache_dir
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report
 from shadowlane.planner.placement import LaneSpec, Placement, Request
@@ -43,6 +46,11 @@ def routed_plan(spec: ServiceSpec) -> tuple[RoutedModel, Placement, CostModel]:
     blueprint, profile = _read(spec)
     model, cost = routed_model(blueprint), CostModel(profile)
     return model, first_placement(spec, blueprint, cost), cost
+
+
+def check_tokenizer(spec: ServiceSpec) -> None:
+    """Raises ModelError for files of a tokenizer that cannot be read."""
+    load_tokenizer(open_model(spec.root), cache_dir())
 
 
 def first_placement(spec: ServiceSpec, blueprint: Blueprint, cost: CostModel) -> Placement:

@@ -34,7 +34,7 @@ from shadowlane.ops.sources import source_key
 from shadowlane.ops.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
 from shadowlane.paths import cache_dir, last_timeline_path
 from shadowlane.planner.cost import CostModel
-from shadowlane.planner.explain import plan_report
+from shadowlane.planner.explain import plan_report, tiers
 from shadowlane.planner.heat import Heat, heat_from_json, merged
 from shadowlane.planner.profile import Profile
 
@@ -72,14 +72,11 @@ class Service:
         self._engine = engine
         engine.notes[:0] = spec.notes
         engine.launch()
-        loading = threading.Thread(target=self._load_tokenizer, daemon=True)
-        self._tokenizer_error: Exception | None = None
-        loading.start()
+        # While the lanes' processes come up, and before anything is measured or loaded: a file that
+        # cannot be read is told at once.
+        self._tokenizer = load_tokenizer(engine.files, cache_dir())
         self._profile = self._find_profile(engine)
         engine.start(self._profile, self._tell, read_heat(engine.blueprint))
-        loading.join()
-        if self._tokenizer_error is not None:
-            raise self._tokenizer_error
         engine.eos_token_ids = frozenset(
             self._tokenizer.eos_token_ids if self._tokenizer else read_eos_token_ids(engine.files)
         )
@@ -96,12 +93,6 @@ class Service:
 
     def _tell(self, stage: str, fraction: float | None) -> None:
         self.stage = (stage, fraction)
-
-    def _load_tokenizer(self) -> None:
-        try:
-            self._tokenizer = load_tokenizer(self.engine.files, cache_dir())
-        except Exception as error:  # raised again by `start`, in the caller's thread
-            self._tokenizer_error = error
 
     @property
     def engine(self) -> Engine:
@@ -383,7 +374,14 @@ class Service:
             for name, (busy, nbytes) in engine.lane_use(sequence).items()
         }
         predicted = placement.predicted_step_s
-        streamed = placement.read_nbytes_per_step
+        experts = engine.expert_use(sequence)
+        # what streams is read at every step; of experts it is what was read
+        read: int | None = sum(
+            engine.blueprint.catalog.blocks[index].held_nbytes for index in placement.sweep
+        )
+        if experts is not None:
+            found = experts["read_nbytes_per_token"]
+            read = None if found is None else read + found
         steps = sequence.decode_seconds
         return {
             "prompt_tokens": len(sequence.prompt),
@@ -400,16 +398,14 @@ class Service:
                 "plan_id": placement.placement_id,
                 "replans": engine.shadow.replans,
                 "predicted_decode_tok_per_s": 1 / predicted if predicted else None,
-                "tiers": {
-                    "ram": placement.weights_nbytes + placement.experts_nbytes,
-                    "disk": streamed,
-                },
+                "tiers": tiers(engine.blueprint.catalog, placement),
+                "read_nbytes_per_token": read,
                 "arena_nbytes": placement.total_nbytes,
                 "expanded_nbytes": placement.expanded_nbytes,
                 "ram_budget": placement.ram,
             },
             "lanes": lanes,
-            "experts": engine.expert_use(sequence),
+            "experts": experts,
             "bottleneck": bottleneck(lanes),
             "emulated": False,
             "predicted_step_s": predicted or None,

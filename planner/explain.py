@@ -55,11 +55,7 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
             "expanded": placement.expanded_nbytes,
             "total": placement.total_nbytes,
         },
-        "tiers": {
-            "ram": placement.weights_nbytes + placement.experts_nbytes,
-            "disk": sum(b.held_nbytes for b in catalog.blocks if not placement.resident[b.index])
-            + _missing_experts_nbytes(catalog, placement),
-        },
+        "tiers": tiers(catalog, placement),
         "read_nbytes_per_step": placement.read_nbytes_per_step,
         "num_slots": placement.num_slots,
         "expert_slots": placement.expert_slots,
@@ -82,10 +78,13 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
     }
 
 
-def _missing_experts_nbytes(catalog: Catalog, placement: Placement) -> int:
-    if catalog.experts is None:
-        return 0
-    return (catalog.experts.total - placement.expert_slots) * catalog.experts.held_nbytes
+def tiers(catalog: Catalog, placement: Placement) -> dict[str, int]:
+    """Bytes of weights: what is in RAM, and what is only on disk. Not what a step reads of it."""
+    on_disk = sum(b.held_nbytes for b in catalog.blocks if not placement.resident[b.index])
+    if catalog.experts is not None:
+        missing = catalog.experts.total - placement.expert_slots
+        on_disk += missing * catalog.experts.held_nbytes
+    return {"ram": placement.weights_nbytes + placement.experts_nbytes, "disk": on_disk}
 
 
 def _row(catalog: Catalog, placement: Placement, group: Group) -> dict[str, Any]:

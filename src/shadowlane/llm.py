@@ -386,10 +386,11 @@ def _expand(asked: bool | None, *, is_budget_named: bool) -> Expand:
 
 
 def check_spec(spec: ServiceSpec) -> None:
-    """Refuse what cannot run before anything is started. Reads headers only."""
-    from shadowlane.actors.preview import preview
+    """Refuse what cannot run before anything is started. Reads headers and the tokenizer."""
+    from shadowlane.actors.preview import check_tokenizer, preview
 
     preview(spec)
+    check_tokenizer(spec)
 
 
 def fit_cluster(spec: ServiceSpec, is_asked: bool) -> ServiceSpec:

@@ -20,7 +20,9 @@ from typer.testing import CliRunner
 
 from shadowlane.actors.blueprint import Options, read_blueprint
 from shadowlane.actors.disk_lane import EXPERT_NBYTES
+from shadowlane.actors.hosts import ThreadHost
 from shadowlane.actors.routing import routed_model
+from shadowlane.actors.service import Service
 from shadowlane.cli import app
 from shadowlane.ops.errors import ModelError
 from shadowlane.planner.placement import InfeasiblePlan
@@ -284,17 +286,61 @@ def test_what_a_run_tells_of_its_experts(tiny_model: Callable[..., Path]) -> Non
         collect(sequence)
         told = run.engine.expert_use(sequence)
         assert told is not None
-        resident, chosen, read = sequence.use_after.experts
+        resident, early, chosen, read = sequence.use_after.experts
         # the last token is given without a step of its own
         assert chosen == 15 * experts.num_layers * experts.top_k
         assert 0 < resident < chosen
         assert told["hit_rate"] == resident / chosen
+        assert told["early_hit_rate"] == early / chosen
+        assert 0 <= early <= told["look_ahead"]["early_reads"]
         assert 0 < read <= read_nbytes(run)
         assert (told["slots"], told["of"]) == (slots, experts.total)
     with running(tiny_model("llama2")) as run:
         sequence = run.submit(tiny_tokens(30), 4)
         collect(sequence)
         assert run.engine.expert_use(sequence) is None
+
+
+def test_experts_of_prompts_are_counted_as_moved(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_model(MANY)
+    routing = tmp_path / "routes.jsonl"
+    with running(model, options=OPTIONS, trace_routing=routing) as run:
+        sequence = run.submit(tiny_tokens(90), 3)  # chunks of 64 and 26 rows, then two of one
+        collect(sequence)
+        experts = run.engine.blueprint.catalog.experts
+        assert experts is not None
+        dense = sum(run.engine._step_nbytes(run.engine.placement))
+        moved = run.engine.lane_use(sequence)["cpu:0"][1]
+    chosen = [len(ids) for step in read_trace(routing).passes() for _, ids in step.routes]
+    assert len(chosen) == 4 * experts.num_layers
+    assert moved == 4 * dense + sum(chosen) * experts.nbytes
+
+
+def test_a_summary_names_ram_disk_and_reads_truly(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model(MANY)
+    experts = cut(model, OPTIONS, TWO_THREADS).catalog.experts
+    assert experts is not None
+    slots = experts.total // 2
+    with running(model, options=OPTIONS, ram=budget_for(model, slots, TWO_THREADS, OPTIONS)) as run:
+        service = Service(ThreadHost())
+        service._engine = run.engine
+        for length in (1, 9):
+            sequence = service._last = run.submit(tiny_tokens(30), length)
+            collect(sequence)
+            plan = service.stats()["plan"]
+            placement = run.engine.placement
+            blocks = run.engine.blueprint.catalog.blocks
+            gathered = sum(b.held_nbytes for b in blocks if not placement.resident[b.index])
+            assert plan["tiers"] == {
+                "ram": placement.weights_nbytes + slots * experts.slot_nbytes,
+                "disk": gathered + (experts.total - slots) * experts.held_nbytes,
+            }
+            assert (plan["read_nbytes_per_token"] is None) == (length == 1)
+        used = sequence.use_after.experts.read_nbytes - sequence.use_before.experts.read_nbytes
+        assert plan["read_nbytes_per_token"] == used // 8
+        service._engine = None
 
 
 def test_a_simulation_holds_what_a_run_holds(
