@@ -87,18 +87,20 @@ class Gauges:
         return use
 
     def expert_use(self) -> ExpertUse:
-        """Of the experts that decode steps have chosen since the start."""
+        """Of the experts that decode steps have chosen since the start; bytes read by all steps."""
         early = int(self._disk[disk.EXPERT_STATISTICS + readers.EARLY_HITS])
         resident = sum(int(route[t.ALL_RESIDENT]) for route in self._routes)
         return ExpertUse(
             resident=resident - early,
             early=early,
             chosen=sum(int(route[t.ALL_CHOSEN]) for route in self._routes),
+            read_nbytes=int(self._disk[disk.EXPERT_NBYTES]),
         )
 
-    def newest_chosen(self) -> int:
-        """Different experts that the newest step chose, over all layers."""
-        return sum(int(route[t.NUM_CHOSEN]) for route in self._routes)
+    def newest_use(self) -> tuple[int, int]:
+        """(in RAM, all) of the different experts that the newest step chose, over all layers."""
+        resident = sum(int(route[t.NUM_RESIDENT]) for route in self._routes)
+        return resident, sum(int(route[t.NUM_CHOSEN]) for route in self._routes)
 
     def expert_report(self) -> dict[str, Any]:
         """How experts are kept, and what guesses were worth, since the start."""

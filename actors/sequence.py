@@ -24,6 +24,10 @@ class ExpertUse(NamedTuple):
     read_nbytes: int = 0  # while these steps ran
 
 
+def since(before: ExpertUse, after: ExpertUse) -> ExpertUse:
+    return ExpertUse(*(later - earlier for earlier, later in zip(before, after, strict=True)))
+
+
 NO_EXPERTS = ExpertUse(0, 0, 0)
 
 

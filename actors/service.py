@@ -36,7 +36,9 @@ from shadowlane.paths import cache_dir, last_timeline_path
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report, tiers
 from shadowlane.planner.heat import Heat, heat_from_json, merged
+from shadowlane.planner.hit_rate import with_measured
 from shadowlane.planner.profile import Profile
+from shadowlane.planner.simulate import simulate
 
 BESIDE_S = 1.5  # of measuring the disk beside compute lanes, which take a moment to begin
 EARLY_CANCELS = 1024  # names kept of requests that were cancelled before they came
@@ -169,12 +171,14 @@ class Service:
             hardware=path.name.split("-")[0],
             model=engine.blueprint.fingerprint,
             groups=tuple(alone["groups"]),
-            disk=(figure,),
+            disk=(figure,) if alone.get("experts") is None else (figure, alone["experts"]),
             dram_bytes_per_s=together,
             dram_contended_bytes_per_s=contended,
             instruction_s=alone["instruction_s"],
             step_s=alone["step_s"],
             copies_save_s_per_byte=alone["copies_save_s_per_byte"],
+            miss_s=alone.get("miss_s"),
+            chunk_miss_s=alone.get("chunk_miss_s"),
         )
         try:
             write_text(path, profile.to_json())
@@ -342,7 +346,7 @@ class Service:
     def plan(self) -> dict[str, Any]:
         """The plan in force; see `planner/explain.py`."""
         engine = self.engine
-        report = plan_report(engine.blueprint.catalog, engine.placement, CostModel(self._profile))
+        report = plan_report(engine.catalog_now(), engine.placement, CostModel(self._profile))
         report["notes"] = list(
             dict.fromkeys([*engine.notes, *engine.shadow.notes, *report["notes"]])
         )
@@ -375,13 +379,18 @@ class Service:
         }
         predicted = placement.predicted_step_s
         experts = engine.expert_use(sequence)
+        at_hits_s = None
+        if experts is not None and experts["hit_rate"] is not None:
+            rate, tokens = experts["hit_rate"], generated - 1
+            found = with_measured(engine.catalog, placement.expert_slots, rate, tokens)
+            at_hits_s = simulate(found, placement, CostModel(self._profile)).step_s
         # what streams is read at every step; of experts it is what was read
         read: int | None = sum(
             engine.blueprint.catalog.blocks[index].held_nbytes for index in placement.sweep
         )
         if experts is not None:
-            found = experts["read_nbytes_per_token"]
-            read = None if found is None else read + found
+            of_experts = experts["read_nbytes_per_token"]
+            read = None if of_experts is None else read + of_experts
         steps = sequence.decode_seconds
         return {
             "prompt_tokens": len(sequence.prompt),
@@ -409,6 +418,7 @@ class Service:
             "bottleneck": bottleneck(lanes),
             "emulated": False,
             "predicted_step_s": predicted or None,
+            "predicted_at_hits_step_s": at_hits_s,  # with the hits that there were
             "measured_step_s": statistics.median(steps) if steps else None,
             "notes": list(
                 dict.fromkeys([*engine.notes, *engine.shadow.notes, *_cut_short(sequence)])

@@ -8,6 +8,7 @@ from shadowlane.planner.bounds import bounds
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.cost import CostModel, Workload
 from shadowlane.planner.expanded import predicted_gain, why
+from shadowlane.planner.hit_rate import curve_of, hit_rate
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.simulate import simulate
 
@@ -61,7 +62,9 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
         "expert_slots": placement.expert_slots,
         "context_tokens": placement.context_tokens,
         "kv_pages": placement.kv_pages,
+        "expected_hits": _expected_hits(catalog, placement),
         "predicted": {
+            "prefill_rows": chunk_rows,
             "decode_step_s": decode.step_s,
             "decode_tok_per_s": 1 / decode.step_s if decode.step_s else None,
             "first_step_s": decode.first_step_s,
@@ -75,6 +78,19 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
         "copies": why(placement, gain),
         "groups": [_row(catalog, placement, group) for group in catalog.groups],
         "notes": list(placement.notes),
+    }
+
+
+def _expected_hits(catalog: Catalog, placement: Placement) -> dict[str, Any] | None:
+    """What the prediction takes for granted of a mixture's cache; None where nothing is missing."""
+    experts = catalog.experts
+    if experts is None or placement.expert_slots >= experts.total:
+        return None
+    curve = curve_of(experts)
+    return {
+        "rate": hit_rate(experts, placement.expert_slots),
+        "source": curve.source,
+        "tokens": curve.tokens,
     }
 
 

@@ -94,7 +94,7 @@ def summary(stats: Json) -> RenderableType:
         ),
         (
             "per token",
-            f"{seconds(stats.get('predicted_step_s'))} predicted, "
+            f"{seconds(stats.get('predicted_step_s'))} predicted{_at_hits(stats)}, "
             f"{seconds(stats.get('measured_step_s'))} measured{emulated}",
         ),
         (
@@ -123,6 +123,20 @@ def summary(stats: Json) -> RenderableType:
     return Lines(*parts)
 
 
+def _at_hits(stats: Json) -> str:
+    """Of a mixture: what the prediction would have been, had it known how often the cache hits."""
+    at_hits = stats.get("predicted_at_hits_step_s")
+    return "" if at_hits is None else f" ({seconds(at_hits)} for the hits below)"
+
+
+#: What an expected hit rate rests on, by its source.
+_SOURCES = {
+    "assumed": "assumed, as nothing is known yet of how its routers choose",
+    "remembered": "from what earlier runs chose",
+    "measured": "measured in this run",
+}
+
+
 def _expert_facts(stats: Json) -> list[tuple[str, str]]:
     """Of a mixture: how many of the chosen experts were in RAM, and what the others cost."""
     experts: Json | None = stats.get("experts")
@@ -130,6 +144,9 @@ def _expert_facts(stats: Json) -> list[tuple[str, str]]:
         return []
     rate = experts["hit_rate"]
     found = "-" if rate is None else f"{100 * rate:.1f} % of the chosen were there"
+    if rate is not None and experts["slots"] < experts["of"]:
+        expected = f"{100 * experts['expected_hit_rate']:.0f} % expected"
+        found += f" ({expected}, {_SOURCES[experts['expected_from']]})"
     if rate is not None and experts["early_hit_rate"]:
         found += f", {100 * experts['early_hit_rate']:.1f} % more were read ahead in time"
     rows = [("experts", f"{experts['slots']} of {experts['of']} in RAM; {found}")]
@@ -204,8 +221,10 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
             "predicted",
             f"decode {rate(predicted['decode_tok_per_s'])} "
             f"({seconds(predicted['decode_step_s'])} a token), "
-            f"prompt {rate(predicted['prefill_tok_per_s'])}{guess}",
+            f"prompt {rate(predicted['prefill_tok_per_s'])} in chunks of "
+            f"{predicted['prefill_rows']}{guess}",
         ),
+        *_expected(plan.get("expected_hits")),
         ("busy", f"{lanes}; bottleneck {predicted['bottleneck']}"),
         (
             "bounds",
@@ -213,6 +232,17 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
             f"({predicted['resource']}), nor below "
             f"{seconds(predicted['critical_path_bound_s'])} on the critical path",
         ),
+    ]
+
+
+def _expected(hits: Json | None) -> list[tuple[str, str]]:
+    """Of a mixture: what the prediction rests on."""
+    if hits is None:
+        return []
+    source = _SOURCES[hits["source"]]
+    tokens = f", {hits['tokens']} tokens" if hits["tokens"] else ""
+    return [
+        ("rests on", f"{100 * hits['rate']:.0f} % of the chosen experts in RAM: {source}{tokens}")
     ]
 
 
