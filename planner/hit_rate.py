@@ -28,8 +28,14 @@ SKEW = ((0.05, 0.19), (0.1, 0.32), (0.25, 0.59), (0.5, 0.85))
 
 
 def hit_rate(experts: Experts, slots: int) -> float:
-    """Part of the choices of decode steps that find their expert among `slots` in RAM."""
-    return interpolate(curve_of(experts).points, slots / experts.total)
+    """Part of the choices of decode steps that find their expert among `slots` in RAM.
+
+    What the newest route reads has slots too, and is in nobody's way only where it was measured.
+    """
+    curve = curve_of(experts)
+    if curve.source != "measured" and slots < experts.total:
+        slots = max(0, slots - experts.top_k)
+    return interpolate(curve.points, slots / experts.total)
 
 
 def curve_of(experts: Experts) -> HitCurve:
