@@ -159,7 +159,14 @@ def _engine(
     )
     if catalog.experts is not None:
         needed += (catalog.experts.total - missing) * catalog.experts.slot_nbytes
-        needed -= SLACK if missing else 0
+    if missing:  # no byte more, and none for embedding rows, or experts would have it
+        needed -= SLACK - PAGE
+        needed -= sum(
+            catalog.blocks[index].held_nbytes
+            for group in catalog.groups
+            if group.kind == "embed"
+            for index in group.blocks
+        )
     copies = 0 if brief else sum(block.expanded_nbytes for block in catalog.blocks)
     if needed + copies > min(ram, free_ram().free_nbytes):
         copies = 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from inprocess import ONE_THREAD, TWO_LANES, TWO_THREADS, InProcess, collect, cut, running
+from inprocess import AMPLE, ONE_THREAD, TWO_LANES, TWO_THREADS, InProcess, collect, cut, running
 from mixture_files import round_experts, write_mixture_gguf, write_stacked
 from tiny import MIXTURES, reference_logits, tiny_tokens
 from typer.testing import CliRunner
@@ -21,11 +21,15 @@ from typer.testing import CliRunner
 from shadowlane.actors.blueprint import Options, read_blueprint
 from shadowlane.actors.disk_lane import EXPERT_NBYTES
 from shadowlane.actors.hosts import ThreadHost
+from shadowlane.actors.measure import measure_groups
 from shadowlane.actors.routing import routed_model
 from shadowlane.actors.service import Service
 from shadowlane.cli import app
 from shadowlane.ops.errors import ModelError
+from shadowlane.planner.cost import CostModel, Workload
+from shadowlane.planner.hit_rate import with_measured
 from shadowlane.planner.placement import InfeasiblePlan
+from shadowlane.planner.profile import Profile
 from shadowlane.planner.routing import NOBODY, synthesize
 from shadowlane.planner.routing_files import TraceWriter, read_trace, write_trace
 from shadowlane.planner.search import SPARE_EXPERTS
@@ -341,6 +345,30 @@ def test_a_summary_names_ram_disk_and_reads_truly(tiny_model: Callable[..., Path
         used = sequence.use_after.experts.read_nbytes - sequence.use_before.experts.read_nbytes
         assert plan["read_nbytes_per_token"] == used // 8
         service._engine = None
+
+
+def test_what_a_missing_expert_costs_is_measured(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model(MANY)
+    experts = cut(model, OPTIONS, ONE_THREAD).catalog.experts
+    assert experts is not None
+    found = measure_groups((0,), model, OPTIONS, AMPLE)
+    figure = found["experts"]
+    assert (figure.nbytes, figure.contended_bytes_per_s) == (
+        experts.held_nbytes,
+        figure.bytes_per_s,
+    )
+    assert figure.bytes_per_s > 0
+    assert found["miss_s"] >= 0
+    assert found["chunk_miss_s"] >= experts.held_nbytes / figure.bytes_per_s
+    cost = CostModel(Profile("h", "m", disk=(figure,), miss_s=2.0, chunk_miss_s=3.0))
+    catalog = with_measured(cut(model, OPTIONS, ONE_THREAD).catalog, 1, 0.25, 99)
+    assert cost.missing_s(catalog, 1, Workload("decode", 1)) == pytest.approx(
+        2.0 * 0.75 * experts.top_k
+    )
+    chunk = cost.missing_s(catalog, 1, Workload("prefill", 10_000))
+    assert chunk == pytest.approx(3.0 * experts.per_layer * (1 - 1 / experts.total))
+    assert cost.missing_s(catalog, experts.total, Workload("prefill", 64)) == 0
+    assert "miss_s" not in measure_groups((0,), tiny_model("llama2"), OPTIONS, AMPLE)
 
 
 def test_a_simulation_holds_what_a_run_holds(
