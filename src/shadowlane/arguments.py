@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from shadowlane.models import KNOWN
+from shadowlane.models import is_dense
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PackName = Literal["q8_0", "q4_0", "q4_1"]
@@ -81,16 +81,14 @@ def check_model(model: Any) -> str:
 def check_routing(model: Any, trace: Any, replay: Any) -> None:
     """Refuse files of routing that cannot be, and models that are known to have no experts.
 
-    trace: the file to be written, replay: the file to be read, where there are. What only the
-    model's or the file's contents tell is for the engine to say. Raises ValueError, OSError.
+    trace: the file to be written, replay: the file to be read, where there are. Of a model that is
+    not here yet no more than its config.json is fetched. What only the contents of either tell is
+    for the engine to say. Raises ValueError, OSError.
     """
     if trace is None and replay is None:
         return
     from shadowlane.planner.routing_files import READ_ENDINGS, WRITTEN_ENDINGS, check_ending
 
-    known = KNOWN.get(str(model))
-    if known is not None and not known.is_mixture:
-        raise ValueError(f"routing is of mixtures of experts; {known.name} has none")
     if replay is not None:
         check_ending(Path(replay), READ_ENDINGS, "replay_routing")
         with Path(replay).open("rb"):
@@ -102,6 +100,8 @@ def check_routing(model: Any, trace: Any, replay: Any) -> None:
             raise ValueError(f"trace_routing must be a file in a directory that exists; got {path}")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"trace_routing must be a file that may be written; got {path}")
+    if is_dense(str(model)):
+        raise ValueError(f"routing is of mixtures of experts; {model} has none")
 
 
 def check_progress(progress: Any) -> Callable[[str, float | None], None]:

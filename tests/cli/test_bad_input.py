@@ -16,6 +16,7 @@ from typer.testing import Result
 
 from shadowlane.cli import errors
 from shadowlane.llm import _prepare
+from shadowlane.models import is_dense
 from shadowlane.ops.errors import ModelError
 
 from .conftest import FakeEngine
@@ -98,7 +99,11 @@ def test_files_of_routing_are_looked_at_first(
 
 
 def test_a_model_that_is_known_to_have_no_experts_is_not_fetched(
-    fails: Fails, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: Fails,
+    engine: FakeEngine,
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fetch(*_: object) -> Path:
         raise AssertionError("nothing must be fetched")
@@ -108,6 +113,16 @@ def test_a_model_that_is_known_to_have_no_experts_is_not_fetched(
     message = "routing is of mixtures of experts; smollm2 has none"
     assert message in fails("run", "-p", "x", "--trace-routing", path)
     path.touch()
+    message = f"routing is of mixtures of experts; {model_dir} has none"
+    assert message in fails("run", model_dir, "-p", "x", "--trace-routing", path)
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "llama"}')
+    monkeypatch.setattr("shadowlane.models._hub_config", lambda name: config)
+    message = "routing is of mixtures of experts; org/dense has none"
+    assert message in fails("bench", "org/dense", "--replay-routing", path)
+    config.write_text('{"model_type": "qwen3_moe"}')
+    assert not is_dense("org/mixture")
+    message = "routing is of mixtures of experts; smollm2 has none"
     assert message in fails("bench", "smollm2", "--replay-routing", path)
     with pytest.raises(ValueError, match=message):
         _prepare("smollm2", None, lambda *_: None, trace_routing=path)
