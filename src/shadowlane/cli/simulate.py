@@ -39,7 +39,7 @@ def simulate(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="The mixture that would run: its headers say what else RAM has to hold.",
         ),
     ] = None,
@@ -109,9 +109,9 @@ def simulate(
 ) -> None:
     """Replay recorded routing of a mixture of experts through every cache policy.
 
-    The first half of the file chooses what is hot, the second half is scored. No weights are read:
-    of MODEL only headers, and what was measured of it. --ctx-size and the options after it are
-    those of `run`, and need MODEL.
+    The first half of the file chooses what is hot, the second half is
+    scored. No weights are read: of MODEL only headers, and what was measured
+    of it. Options below "Memory" and "Compute" are those of run, and need MODEL.
     """
     if ram is None and slots is None:
         raise ValueError("one of --ram and --slots must be given; got neither")
