@@ -52,6 +52,8 @@ class ExpertStatistics:
 
     def __init__(self, fields: np.ndarray) -> None:
         self.fields = fields
+        # the arena outlives this process, and others take differences of it
+        self._early_hits = int(fields[EARLY_HITS])
 
     def tell(self, look: LookAhead, chooser: Chooser) -> None:
         self.fields[POLICY] = POLICIES.index(chooser.policy)
@@ -59,7 +61,7 @@ class ExpertStatistics:
         self.fields[EARLY_READS], self.fields[USED_EARLY] = look.early_reads, look.used_reads
         self.fields[GUESSED], self.fields[GUESSED_OF] = look.named, look.chosen
         self.fields[WITHDRAWN], self.fields[IS_LOOKING] = look.withdrawn, int(look.is_on)
-        self.fields[EARLY_HITS] = look.early_hits
+        self.fields[EARLY_HITS] = self._early_hits + look.early_hits
 
 
 @dataclass(slots=True)

@@ -20,14 +20,17 @@ from typer.testing import CliRunner
 
 from shadowlane.actors.blueprint import Options, read_blueprint
 from shadowlane.actors.disk_lane import EXPERT_NBYTES
+from shadowlane.actors.expert_reader import EARLY_HITS, NUM_EXPERT_STATISTICS, ExpertStatistics
 from shadowlane.actors.hosts import ThreadHost
 from shadowlane.actors.measure import measure_groups
 from shadowlane.actors.routing import routed_model
 from shadowlane.actors.service import Service
 from shadowlane.cli import app
 from shadowlane.ops.errors import ModelError
+from shadowlane.planner.chooser import Chooser
 from shadowlane.planner.cost import CostModel, Workload
 from shadowlane.planner.hit_rate import with_measured
+from shadowlane.planner.look_ahead import LookAhead, LookAheadSettings
 from shadowlane.planner.placement import InfeasiblePlan
 from shadowlane.planner.profile import Profile
 from shadowlane.planner.routing import NOBODY, synthesize
@@ -429,3 +432,13 @@ def test_a_budget_below_what_every_token_needs_names_the_sum(
         running(model, options=OPTIONS, ram=least - 4096),
     ):
         pass
+
+
+def test_early_hits_outlive_the_lane_that_counted_them() -> None:
+    fields = np.zeros(NUM_EXPERT_STATISTICS, np.int64)
+    chooser = Chooser(2, 8, 2, 6)
+    for early_hits, total in ((5, 5), (0, 5), (2, 7)):
+        statistics = ExpertStatistics(fields)  # of a lane that has been started again
+        statistics.tell(LookAhead(LookAheadSettings(), early_hits=early_hits), chooser)
+        statistics.tell(LookAhead(LookAheadSettings(), early_hits=early_hits), chooser)
+        assert fields[EARLY_HITS] == total
