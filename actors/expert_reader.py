@@ -40,8 +40,9 @@ STARVED_S = 200e-6  # all slots are in use: look again after this
     GUESSED_OF,
     WITHDRAWN,
     IS_LOOKING,
+    EARLY_HITS,  # chosen experts that were in RAM only because a guess had just brought them
     NUM_EXPERT_STATISTICS,
-) = range(9)
+) = range(10)
 
 Read = Callable[[Extent, int, int, int], object]  # (what, arena offset, step, number for the span)
 
@@ -51,6 +52,8 @@ class ExpertStatistics:
 
     def __init__(self, fields: np.ndarray) -> None:
         self.fields = fields
+        # the arena outlives this process, and others take differences of it
+        self._early_hits = int(fields[EARLY_HITS])
 
     def tell(self, look: LookAhead, chooser: Chooser) -> None:
         self.fields[POLICY] = POLICIES.index(chooser.policy)
@@ -58,6 +61,7 @@ class ExpertStatistics:
         self.fields[EARLY_READS], self.fields[USED_EARLY] = look.early_reads, look.used_reads
         self.fields[GUESSED], self.fields[GUESSED_OF] = look.named, look.chosen
         self.fields[WITHDRAWN], self.fields[IS_LOOKING] = look.withdrawn, int(look.is_on)
+        self.fields[EARLY_HITS] = self._early_hits + look.early_hits
 
 
 @dataclass(slots=True)
@@ -263,7 +267,9 @@ class ExpertReader:
             self._cache.touch(layer, chosen)
             learnt.append((layer, chosen, is_decode))
             if is_decode:
-                self._judge_guess(layer, number, set(chosen.tolist()))
+                num_missing = int(header[t.NUM_CHOSEN]) - int(header[t.NUM_RESIDENT])
+                missing = set(self._missing[layer][:num_missing].tolist())
+                self._judge_guess(layer, number, set(chosen.tolist()), missing)
         self._seen = newest
         return learnt
 
@@ -276,8 +282,11 @@ class ExpertReader:
                 self._cache.use(self._chooser.policy)
         self._statistics.tell(self._look_ahead, self._chooser)
 
-    def _judge_guess(self, layer: int, number: int, chosen: set[int]) -> None:
-        """A route has come: what was its guess worth? What is wrong and not begun is withdrawn."""
+    def _judge_guess(self, layer: int, number: int, chosen: set[int], missing: set[int]) -> None:
+        """A route has come: what was its guess worth? What is wrong and not begun is withdrawn.
+
+        missing: of the chosen, what was not in RAM when the route came.
+        """
         guess = self._guessed.pop(layer, None)
         look = self._look_ahead
         if guess is None:
@@ -285,10 +294,12 @@ class ExpertReader:
                 look.pass_route()
                 self._numbers[t.LOOKS_AHEAD] = int(look.is_on)
             return
-        right = wrong = withdrawn = 0
+        right = wrong = withdrawn = early_hits = 0
         for fetch in guess.fetches:
-            if fetch.key % self._per_layer in chosen and guess.number == number:
+            expert = fetch.key % self._per_layer
+            if expert in chosen and guess.number == number:
                 right += fetch.is_submitted
+                early_hits += expert not in missing
             elif fetch.is_submitted:
                 wrong += 1
             else:
@@ -299,6 +310,7 @@ class ExpertReader:
                 self._free.append(fetch.slot)
         if guess.number == number:
             named = len(guess.experts & chosen)
+            look.early_hits += early_hits
             look.note(
                 right=right, wrong=wrong, named=named, chosen=len(chosen), withdrawn=withdrawn
             )
