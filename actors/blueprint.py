@@ -15,7 +15,7 @@ from pathlib import Path
 from shadowlane.actors.expert_sources import ExpertPlan, layouts_of, plan_experts
 from shadowlane.actors.file_range import FileRange
 from shadowlane.actors.scratch import LAYOUT_OF, ScratchPlan, is_in_place, plan_scratch
-from shadowlane.actors.spec import DataType, KvType, Options
+from shadowlane.actors.spec import READ_DEPTH, DataType, KvType, Options
 from shadowlane.ops.decoder import (
     DecoderConfig,
     GroupDescription,
@@ -179,7 +179,13 @@ def cut_model(
     ]
     constants = tuple(files.tensors[name] for name in _constant_names(descriptions))
     scratch = plan_scratch(
-        config, sources, files.tensors[embedding_name], options, dtype, context_limit
+        config,
+        sources,
+        files.tensors[embedding_name],
+        options,
+        dtype,
+        context_limit,
+        READ_DEPTH * experts.buffer_nbytes if experts else 0,
     )
     kv_layout = choose_kv(options.kv, dtype, config.head_dim)
     page_nbytes = (

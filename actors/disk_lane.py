@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from shadowlane.actors.arena import (
     ArenaHandle,
     ArenaLayout,
 )
+from shadowlane.actors.arranged_experts import Piece
 from shadowlane.actors.blueprint import PAGE, Blueprint
 from shadowlane.actors.expert_reader import (
     ExpertReader,
@@ -53,6 +55,7 @@ from shadowlane.ops.atomics import (
     wait_counter,
 )
 from shadowlane.ops.file_reads import read_range
+from shadowlane.ops.warm import warm_arranging
 from shadowlane.planner.heat import Heat
 from shadowlane.planner.program import Program, Read
 
@@ -138,7 +141,7 @@ class DiskLane:
         self._span = span or (lambda name: nullcontext())
         paths = {source.path for source in blueprint.sources}
         if blueprint.experts is not None:
-            paths |= {each.path for one in blueprint.experts.sources for each in one.extents}
+            paths |= {path for source in blueprint.experts.sources for path in source.paths}
         self._files = {path: ModelFile(path, direct) for path in sorted(paths)}
         self._statistics = self._arena.view(layout.disk, np.int64, DISK_STATISTICS)
         take_over(self._statistics[OWNER : OWNER + 2])
@@ -161,6 +164,12 @@ class DiskLane:
         self._last_step = counter_value(self._address(STEP_COUNTER))
         self.error: str | None = None
         self._experts: ExpertReader | None = None
+        self._buffers: SimpleQueue[int] = SimpleQueue()  # arena offsets of free ones
+        if blueprint.experts is not None and blueprint.experts.buffer_nbytes:
+            for number in range(READ_DEPTH):
+                at = layout.scratch["arranging"] + number * blueprint.experts.buffer_nbytes
+                self._buffers.put(at)
+            warm_arranging()
         if blueprint.experts is not None:
             self._experts = ExpertReader(
                 blueprint,
@@ -172,6 +181,7 @@ class DiskLane:
                 (BUSY_NS, NUM_READS, NUM_SPANS, EXPERT_NBYTES),
                 self._spans,
                 ExpertStatistics(self._statistics[EXPERT_STATISTICS:]),
+                self._read_arranged,
                 looks_ahead=prefetch,
             )
 
@@ -210,7 +220,7 @@ class DiskLane:
         def load_expert(
             key: int, home: int, reads: Sequence[tuple[Extent, int]], lock: threading.Lock
         ) -> None:
-            nbytes = sum(self._read(extent, at, 0, first_span + key) for extent, at in reads)
+            nbytes = sum(self._read_extent(extent, at, 0, first_span + key) for extent, at in reads)
             with lock:
                 experts.loaded(key, home)
                 self._statistics[LOAD_NBYTES] += nbytes
@@ -458,6 +468,27 @@ class DiskLane:
     def _check_all_unchanged(self) -> None:
         for stamp in self._stamps:
             stamp.check_unchanged()
+
+    def _read_arranged(self, extent: Extent, home: int, step: int, number: int) -> None:
+        """For the expert reader, which reads all others itself."""
+        nbytes = self._read_extent(extent, home, step, number)
+        with self._lock:
+            self._statistics[EXPERT_NBYTES] += nbytes
+
+    def _read_extent(self, extent: Extent, home: int, step: int, number: int) -> int:
+        """Part of an expert, to the arena offset `home`: as it lies, or through a buffer."""
+        if not isinstance(extent, Piece):
+            return self._read(extent, home, step, number)
+        buffer = at = self._buffers.get()
+        nbytes = 0
+        try:
+            for each in extent.ranges:
+                nbytes += self._read(each, at, step, number)
+                at += each.held_nbytes
+            extent.arrange(self._arena.memory, buffer, home)
+        finally:
+            self._buffers.put(buffer)
+        return nbytes
 
     def _read(self, source: FileRange, home: int, step: int, number: int) -> int:
         """Read an enclosing range to an arena offset. Returns the bytes wanted of it.

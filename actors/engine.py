@@ -31,7 +31,7 @@ from shadowlane.actors.lowering import lane_number
 from shadowlane.actors.records import RecordWriter, StepPlan
 from shadowlane.actors.recovery import kill_quietly
 from shadowlane.actors.routing import RoutingTap, check_routing
-from shadowlane.actors.sequence import LaneUse, Sequence, TextSink
+from shadowlane.actors.sequence import NO_EXPERTS, ExpertUse, LaneUse, Sequence, TextSink, since
 from shadowlane.actors.shadow_link import ShadowLink
 from shadowlane.actors.spec import EngineSettings, Options
 from shadowlane.ops.atomics import WAIT_OK, publish, wait_counter
@@ -41,8 +41,11 @@ from shadowlane.ops.rope import inv_freq
 from shadowlane.ops.sampling import SamplingParams
 from shadowlane.ops.warm import is_warm
 from shadowlane.planner import events as ev
+from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
-from shadowlane.planner.heat import Heat
+from shadowlane.planner.heat import Heat, informed
+from shadowlane.planner.hit_rate import curve_of, hit_rate, with_measured
+from shadowlane.planner.measured import HITS_STEPS
 from shadowlane.planner.placement import Placement, Request
 from shadowlane.planner.profile import Profile
 from shadowlane.planner.search import place
@@ -75,6 +78,7 @@ class Engine:
         whole, self.files = read_blueprint(root, options, workers)
         self.blueprint = blueprint or whole
         self._trace = check_routing(self.blueprint, settings)
+        self.catalog = self.blueprint.catalog  # with what is known of the use of experts
         self.settings = settings
         self.crew = Crew(host, settings, self.blueprint, self.files)
         self.lanes = self.crew.lanes
@@ -102,6 +106,7 @@ class Engine:
         self._experts_read = 0  # bytes, while decode steps ran
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
         self._multiplied = [0] * len(self.lanes)  # weight bytes, by each compute lane so far
+        self._prompt_experts = 0  # that steps with rows of prompts chose, over all layers
         self._rope_cache: tuple[np.ndarray, float] | None = None
         self._shares_of: int | None = None  # the placement that `_nbytes_per_step` is about
         self._nbytes_per_step: list[int] = []
@@ -135,6 +140,7 @@ class Engine:
         began = time.monotonic()
         tell("planning", None)
         self.launch()
+        self.catalog = informed(self.catalog, heat)
         first = self._first_placement(profile)
         self.layout = plan_layout(self.blueprint, first)
         check_room(self.layout.nbytes)
@@ -185,17 +191,17 @@ class Engine:
     def _first_placement(self, profile: Profile | None) -> Placement:
         shares = self.settings.shares
         if shares is None and self.shadow.is_open:
-            return self.shadow.first_placement(profile)
+            return self.shadow.first_placement(self.catalog, profile)
         cost = CostModel(profile)
         if shares is None:  # a plan that stays needs no planner beside it
-            return place(self.blueprint.catalog, self.request, cost, placement_id=1)
+            return place(self.catalog, self.request, cost, placement_id=1)
         if len(shares) != len(self.lanes) or min(shares) < 0 or not any(shares):
             raise ValueError(
                 f"shares must be one number of at least 0 for each of {len(self.lanes)} lanes, "
                 f"and not all 0; got {list(shares)}"
             )
         weights = {lane.name: part for lane, part in zip(self.lanes, shares, strict=True)}
-        return place(self.blueprint.catalog, self.request, cost, placement_id=1, weights=weights)
+        return place(self.catalog, self.request, cost, placement_id=1, weights=weights)
 
     def _write_constants(self, arena: Arena) -> None:
         layout = self.layout
@@ -216,7 +222,8 @@ class Engine:
         for source, raw in zip(self.blueprint.constants, read, strict=True):
             count = math.prod(source.shape)
             values = arena.view(layout.constant_offsets[source.name], np.float32, count)
-            values[:] = expand_rows(source.layout, raw, 1, count)[0]
+            held = (count - 1) * source.step + 1
+            values[:] = expand_rows(source.layout, raw, 1, held)[0][:: source.step]
 
     def set_spin_us(self, lane: str | None, spin_us: int) -> None:
         """How long the waits of a lane (None: of all) may spin before they sleep."""
@@ -319,7 +326,7 @@ class Engine:
         """
         began = time.monotonic()
         before = self.gauges.busy_ns()
-        read_before = int(self.gauges.disk_statistics()[disk.EXPERT_NBYTES])
+        experts_before = self.gauges.expert_use()
         placement = self.placement
         if self._routing is not None:
             self._routing.before(step.plan)
@@ -331,9 +338,12 @@ class Engine:
         if self._routing is not None:
             self._routing.after(step.plan)
         self.steps_retired += 1
+        experts = NO_EXPERTS
         if step.plan.is_decode and not step.plan.same_sequence:
-            read = int(self.gauges.disk_statistics()[disk.EXPERT_NBYTES])
-            self._experts_read += read - read_before
+            experts = since(experts_before, self.gauges.expert_use())
+            self._experts_read += experts.read_nbytes
+        else:
+            self._prompt_experts += self.gauges.newest_use()[1]
         seconds = time.monotonic() - began
         for number, nbytes in enumerate(self._step_nbytes(placement)):
             self._multiplied[number] += nbytes
@@ -345,6 +355,7 @@ class Engine:
             seconds,
             before,
             self.gauges.busy_ns(),
+            experts,
         )
         self.batch.give_results(step, self._logits, placement.context_tokens, seconds)
 
@@ -472,8 +483,9 @@ class Engine:
                 if name.endswith(".experts")
                 for share in shares
             )
-            multiplied[lane_number(first)] += used[1] * experts.nbytes
-        return LaneUse(self.gauges.lane_use(multiplied), (*used, self._experts_read))
+            multiplied[lane_number(first)] += (used.chosen + self._prompt_experts) * experts.nbytes
+        use = used._replace(read_nbytes=self._experts_read)  # of prompts not
+        return LaneUse(self.gauges.lane_use(multiplied), use)
 
     def lane_use(self, sequence: Sequence) -> dict[str, tuple[float, int]]:
         """Per lane, busy seconds and bytes while a finished request ran (others' work included)."""
@@ -488,20 +500,30 @@ class Engine:
         experts = self.blueprint.catalog.experts
         if experts is None:
             return None
-        resident, chosen, read = (
-            after - before
-            for before, after in zip(
-                sequence.use_before.experts, sequence.use_after.experts, strict=True
-            )
-        )
-        tokens = max(1, len(sequence.generated) - 1)
+        use = since(sequence.use_before.experts, sequence.use_after.experts)
+        known = self.catalog.experts
+        assert known is not None, "of the same model"
+        tokens = len(sequence.generated) - 1  # the first comes from the prompt
         return {
             "slots": self.placement.expert_slots,
             "of": experts.total,
-            "hit_rate": resident / chosen if chosen else None,
-            "read_nbytes_per_token": read // tokens,
+            "hit_rate": use.resident / use.chosen if use.chosen else None,
+            "expected_hit_rate": hit_rate(known, self.placement.expert_slots),
+            "expected_from": curve_of(known).source,
+            "early_hit_rate": use.early / use.chosen if use.chosen else None,
+            "read_nbytes_per_token": use.read_nbytes // tokens if tokens > 0 else None,
             **self.gauges.expert_report(),
         }
+
+    def catalog_now(self) -> Catalog:
+        """The catalog, with the hits of this run where it has had some."""
+        experts = self.catalog.experts
+        if experts is None or self.placement.expert_slots == experts.total:
+            return self.catalog
+        use = self.gauges.expert_use()
+        tokens = use.chosen // (experts.num_layers * experts.top_k)
+        rate = use.resident / use.chosen if tokens >= HITS_STEPS else None
+        return with_measured(self.catalog, self.placement.expert_slots, rate, tokens)
 
     def expert_heat(self) -> Heat | None:
         """What this run has chosen; None where it has not been watched."""
@@ -538,6 +560,7 @@ def _retired(
     seconds: float,
     before: dict[str, tuple[int, int]],
     after: dict[str, tuple[int, int]],
+    experts: ExpertUse,
 ) -> ev.StepRetired:
     """before, after: what each lane had done until then, (busy, waiting) ns."""
     return ev.StepRetired(
@@ -549,4 +572,7 @@ def _retired(
         seconds=seconds,
         busy_s={name: (after[name][0] - before[name][0]) / 1e9 for name in after},
         wait_s={name: (after[name][1] - before[name][1]) / 1e9 for name in after},
+        experts_chosen=experts.chosen,
+        experts_resident=experts.resident,
+        experts_read_nbytes=experts.read_nbytes,
     )

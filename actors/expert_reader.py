@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shadowlane.actors.arena import REQUEST_COUNTER, Arena, ArenaLayout
+from shadowlane.actors.arranged_experts import Piece
 from shadowlane.actors.blueprint import Blueprint
-from shadowlane.actors.expert_sources import ExpertSource, Extent
+from shadowlane.actors.expert_sources import ExpertSource, Extent, PlainExtent
 from shadowlane.actors.lowering import expert_geometry
 from shadowlane.actors.scratch import route_layout
+from shadowlane.ops import expert_board as boards
 from shadowlane.ops import missing_experts as reads
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import counter_value
@@ -47,8 +49,9 @@ POLICY_PERIOD_NS = 50_000_000  # without requests
     GUESSED_OF,
     WITHDRAWN,
     IS_LOOKING,
+    EARLY_HITS,  # chosen experts that were in RAM only because a guess had just brought them
     NUM_EXPERT_STATISTICS,
-) = range(9)
+) = range(10)
 
 
 class ExpertStatistics:
@@ -56,6 +59,8 @@ class ExpertStatistics:
 
     def __init__(self, fields: np.ndarray) -> None:
         self.fields = fields
+        # the arena outlives this process, and others take differences of it
+        self._early_hits = int(fields[EARLY_HITS])
 
     def tell(self, look: LookAhead, chooser: Chooser) -> None:
         self.fields[POLICY] = POLICIES.index(chooser.policy)
@@ -63,6 +68,7 @@ class ExpertStatistics:
         self.fields[EARLY_READS], self.fields[USED_EARLY] = look.early_reads, look.used_reads
         self.fields[GUESSED], self.fields[GUESSED_OF] = look.named, look.chosen
         self.fields[WITHDRAWN], self.fields[IS_LOOKING] = look.withdrawn, int(look.is_on)
+        self.fields[EARLY_HITS] = self._early_hits + look.early_hits
 
 
 class ExpertReader:
@@ -80,9 +86,13 @@ class ExpertReader:
         statistics_at: Sequence[int],
         spans: np.ndarray,
         told: ExpertStatistics,
+        read_arranged: Callable[[Extent, int, int, int], object],
         looks_ahead: bool,
     ) -> None:
         """check_files raises where a file is no longer the one that was opened.
+
+        read_arranged reads and counts what cannot be read in place: (what, arena offset, step,
+        number for the span).
 
         statistics, spans: the lane's; statistics_at: its fields, as `STATISTICS_FIELDS` names them.
         """
@@ -94,6 +104,8 @@ class ExpertReader:
         self._num_slots = layout.num_expert_slots
         self._layout, self._arena, self._base = layout, arena, arena.base
         self._check_files, self._told = check_files, told
+        self._read_arranged = read_arranged
+        self._is_arranged = blueprint.experts.buffer_nbytes > 0
         self._model = blueprint.fingerprint
         self._top_k, self._shape = catalog.top_k, (catalog.num_layers, catalog.per_layer)
         self._words = arena.view(layout.scratch["expert_words"], np.int64, len(self._sources))
@@ -126,19 +138,19 @@ class ExpertReader:
         statistics: np.ndarray,
         statistics_at: Sequence[int],
         spans: np.ndarray,
-    ) -> reads.Board:
+    ) -> boards.Board:
         layers, keys = self._shape[0], len(self._sources)
         counts = [len(source.extents) for source in self._sources]
         # Each slot may have one expert on its way, and what is taken back leaves a hole.
         jobs = 2 * max(counts) * self._num_slots
         zeros = np.zeros
-        board = reads.Board(
-            state=zeros(reads.STATE_FIELDS, np.int64),
+        board = boards.Board(
+            state=zeros(boards.STATE_FIELDS, np.int64),
             extents=np.array([_row(each, files[each.path]) for each in self._extents], np.int64),
             first_extent=np.cumsum([0, *counts], dtype=np.int64),
             free=zeros(self._num_slots, np.int64),
             flights=zeros(keys, np.int64),
-            fetches=zeros((self._num_slots, reads.FETCH_COLUMNS), np.int64),
+            fetches=zeros((self._num_slots, boards.FETCH_COLUMNS), np.int64),
             certain=zeros((jobs, 2), np.int64),
             likely=zeros((jobs, 2), np.int64),
             victims=np.full((layers, min(NUM_VICTIMS, keys)), -1, np.int64),
@@ -154,10 +166,12 @@ class ExpertReader:
             spans=spans,
             span_base=zeros(1, np.int64),
         )
-        board.state[reads.ASKED] = counter_value(self._base + self._layout.counter(REQUEST_COUNTER))
-        board.state[reads.SERVED] = self._numbers[t.NEWEST_REQUEST]
-        board.state[reads.SEEN] = board.state[reads.TOLD] = self._numbers[0]
-        board.state[reads.TELL_EVERY] = max(1, layers // 2)
+        board.state[boards.ASKED] = counter_value(
+            self._base + self._layout.counter(REQUEST_COUNTER)
+        )
+        board.state[boards.SERVED] = self._numbers[t.NEWEST_REQUEST]
+        board.state[boards.SEEN] = board.state[boards.TOLD] = self._numbers[0]
+        board.state[boards.TELL_EVERY] = max(1, layers // 2)
         return board
 
     # -- from run to run
@@ -199,7 +213,7 @@ class ExpertReader:
         """Before the threads: what is in RAM is what the words say, which outlive this process."""
         free = self._free_slots()
         self._board.free[: len(free)] = free
-        self._board.state[reads.NUM_FREE] = len(free)
+        self._board.state[boards.NUM_FREE] = len(free)
         self._prepare_victims()
 
     def _free_slots(self) -> list[int]:
@@ -214,16 +228,27 @@ class ExpertReader:
 
     def work(self) -> None:
         """Read extents until the lane is over. Raises OSError, or ValueError if a file ends."""
-        failed = reads.read_missing(self._base, self._geometry, self._board)
+        place = self._base, self._geometry, self._board
+        if self._is_arranged:
+            while (job := reads.begin_job(*place)) >= 0:
+                slot, number = job >> 32, job & 0xFFFFFFFF
+                extent = self._extents[number]
+                key, step = self._board.fetches[slot, [boards.KEY, boards.STEP]].tolist()
+                home = self._home(slot) + extent.home
+                self._read_arranged(extent, home, step, int(self._board.span_base[0]) + key)
+                reads.end_job(*place, job, 0, 0)
+            return
+        failed = reads.read_missing(*place)
         if failed == 0:
             return
-        extent = self._extents[int(self._board.state[reads.FAILED])]
+        extent = self._extents[int(self._board.state[boards.FAILED])]
+        assert isinstance(extent, PlainExtent), "others are read elsewhere"
         raise read_error(failed, extent.path, extent.nbytes, extent.offset)
 
     def follow(self) -> None:
         """Learn from routes, and say what may go next, until the lane is over."""
-        while not self._board.state[reads.IS_OVER]:
-            reads.sleep_until_told(self._board, POLICY_PERIOD_NS)
+        while not self._board.state[boards.IS_OVER]:
+            boards.sleep_until_told(self._board, POLICY_PERIOD_NS)
             self._check_files()
             learnt = self._learn()
             self._prepare_victims()  # first: the disk lane may need them
@@ -232,7 +257,7 @@ class ExpertReader:
 
     def stop(self) -> None:
         """Let all threads return."""
-        reads.end_reads(self._base, self._geometry, self._board)
+        boards.end_reads(self._base, self._geometry, self._board)
 
     def _learn(self) -> list[tuple[int, np.ndarray, bool]]:
         """Tell the cache of all routes since the last look; some may have been overwritten.
@@ -261,19 +286,20 @@ class ExpertReader:
         """Lists of what goes next, as of the slots that there are now."""
         words = np.zeros(len(self._sources), np.int64)
         is_held = np.zeros(len(self._sources), np.bool_)
-        reads.look_at_slots(self._base, self._geometry, self._board, words, is_held)
+        boards.look_at_slots(self._base, self._geometry, self._board, words, is_held)
         with self._lock:
             self._cache.hold(is_held)
             keys, lists = self._cache.victims(NUM_VICTIMS, words & SLOT_MASK != 0)
-        reads.set_victims(self._board, keys, words, lists)
+        boards.set_victims(self._board, keys, words, lists)
 
     def _judge_guesses(self) -> None:
         """What came of guesses decides whether to go on guessing."""
         if self._never_looks:
             return
-        counts = np.zeros(reads.PASSED + 1 - reads.RIGHT, np.int64)
-        reads.take_counts(self._board, counts)
-        right, wrong, named, chosen, withdrawn, passed = counts.tolist()
+        counts = np.zeros(boards.PASSED + 1 - boards.RIGHT, np.int64)
+        boards.take_counts(self._board, counts)
+        right, wrong, named, chosen, withdrawn, early_hits, passed = counts.tolist()
+        self._look.early_hits += early_hits
         if chosen:
             self._look.note(
                 right=right, wrong=wrong, named=named, chosen=chosen, withdrawn=withdrawn
@@ -296,7 +322,9 @@ class ExpertReader:
 
 
 def _row(extent: Extent, file: ModelFile) -> tuple[int, ...]:
-    """A row of the table of extents."""
+    """A row of the table of extents; of what is arranged only its number matters."""
+    if isinstance(extent, Piece):
+        return (0,) * boards.EXTENT_COLUMNS
     return (
         file.descriptor,
         extent.offset - extent.skew,

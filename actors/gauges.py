@@ -17,6 +17,7 @@ from shadowlane.actors.arena import (
     Arena,
     ArenaLayout,
 )
+from shadowlane.actors.sequence import ExpertUse
 from shadowlane.ops import table as t
 from shadowlane.planner.events import RunQueueDelayed
 from shadowlane.planner.experts import POLICIES
@@ -85,17 +86,30 @@ class Gauges:
         use[DISK_LANE] = (busy[DISK_LANE][0], read)
         return use
 
-    def expert_use(self) -> tuple[int, int]:
-        """(in RAM, all) of the experts that decode steps have chosen since the start."""
+    def expert_use(self) -> ExpertUse:
+        """Of the experts that decode steps have chosen since the start; bytes read by all steps."""
+        early = int(self._disk[disk.EXPERT_STATISTICS + readers.EARLY_HITS])
         resident = sum(int(route[t.ALL_RESIDENT]) for route in self._routes)
-        return resident, sum(int(route[t.ALL_CHOSEN]) for route in self._routes)
+        return ExpertUse(
+            resident=resident - early,
+            early=early,
+            chosen=sum(int(route[t.ALL_CHOSEN]) for route in self._routes),
+            read_nbytes=int(self._disk[disk.EXPERT_NBYTES]),
+        )
+
+    def newest_use(self) -> tuple[int, int]:
+        """(in RAM, all) of the different experts that the newest step chose, over all layers."""
+        resident = sum(int(route[t.NUM_RESIDENT]) for route in self._routes)
+        return resident, sum(int(route[t.NUM_CHOSEN]) for route in self._routes)
 
     def expert_report(self) -> dict[str, Any]:
         """How experts are kept, and what guesses were worth, since the start."""
         told = self._disk[disk.EXPERT_STATISTICS :]
         early, guessed_of = int(told[readers.EARLY_READS]), int(told[readers.GUESSED_OF])
+        policy = POLICIES[int(told[readers.POLICY])]
         return {
-            "policy": POLICIES[int(told[readers.POLICY])].name,
+            "policy": policy.name,
+            "kept": policy.words,
             "policy_switches": int(told[readers.POLICY_SWITCHES]),
             "look_ahead": {
                 "is_on": bool(told[readers.IS_LOOKING]),

@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 
 from shadowlane.actors.arena import Arena
 from shadowlane.actors.blueprint import PAGE, BlockSource, Blueprint, cut_model
-from shadowlane.actors.disk_lane import ModelFile
+from shadowlane.actors.disk_lane import BUSY_NS, EXPERT_NBYTES, ModelFile
 from shadowlane.actors.engine import Engine
 from shadowlane.actors.hosts import ThreadHost
 from shadowlane.actors.records import Row, StepPlan
@@ -30,6 +30,7 @@ from shadowlane.ops import table as t
 from shadowlane.ops.files import open_model
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import DiskFigure, GroupFigure, Phase
+from shadowlane.planner.search import least_slots
 from shadowlane.sizes import free_ram
 
 DECODE_ROWS = (1, 2, 4, 8)
@@ -38,6 +39,7 @@ REPEATS = 5
 DISK_SECONDS = 0.5
 BRIEF_S = 1.0
 SLACK = 8 << 20
+MISS_STEPS, MISS_CHUNKS = 32, 3  # with experts missing
 COLD_NBYTES = 48 << 20  # weights of the layers that are run: more than the cores' own caches hold
 
 
@@ -47,7 +49,8 @@ def measure_groups(
     """Figures of one compute lane. `brief`: only what DRAM gives, for use beside others.
 
     Returns {"groups": [GroupFigure], "dram_bytes_per_s", "instruction_s", "step_s",
-    "copies_save_s_per_byte"}; all but the first None where they could not be told.
+    "copies_save_s_per_byte", "miss_s", "chunk_miss_s", "experts": DiskFigure}; all but the first
+    None where they could not be told.
     """
     files = open_model(root)
     cut = cut_model(files, options, len(cores), layers=1)
@@ -58,15 +61,92 @@ def measure_groups(
         cut = cut_model(files, options, len(cores), layers=-(-COLD_NBYTES // max(1, layer)))
     engine = _engine(cut, root, options, cores, ram, brief)
     try:
-        return _measure(engine, cut, len(cores), brief)
+        found, clock_s = _measure(engine, cut, len(cores), brief)
+        held = engine.placement.expert_slots
     finally:
         engine.close()
+    if not brief and cut.catalog.experts is not None and held == cut.catalog.experts.total:
+        found |= _measure_misses(cut, root, options, cores, ram, clock_s)
+    return found
+
+
+def _measure_misses(
+    cut: Blueprint,
+    root: Path,
+    options: Options,
+    cores: Sequence[int],
+    ram: int,
+    clock_s: Mapping[Phase, float],
+) -> dict[str, Any]:
+    """What missing experts cost, told from steps with half of the experts in RAM.
+
+    A missing expert is looked for, read and waited for while workers and readers share cores, and
+    no figure of a disk alone tells what that takes. So it is measured where it happens.
+
+    clock_s: seconds of a decode step of one row and of a chunk, with everything in RAM.
+    """
+    experts = cut.catalog.experts
+    assert experts is not None, "a dense model misses nothing"
+    slots = max(least_slots(experts), experts.total // 2)
+    if slots >= experts.total:
+        return {}
+    engine = _engine(cut, root, options, cores, ram, True, missing=experts.total - slots)
+    context = engine.placement.context_tokens
+    chunk = min(cut.options.prefill_chunk, context)
+    found: dict[str, Any] = {}
+    try:
+        work: list[tuple[Phase, int, int, int]] = [
+            ("decode", 1, min(DECODE_CONTEXTS[0], context), MISS_STEPS)
+        ]
+        if "prefill" in clock_s:
+            work.append(("prefill", chunk, chunk, MISS_CHUNKS))
+        for phase, rows, tokens, repeats in work:
+            step_s: list[float] = []
+            missed = 0
+            before = engine.gauges.disk_statistics().copy()
+            for repeat in range(repeats + 1):
+                began = time.monotonic()
+                engine.run_unheard(_step(rows, tokens, phase, repeat, cut.config.vocab_size))
+                if repeat == 0:
+                    continue
+                step_s.append(time.monotonic() - began)
+                resident, chosen = engine.gauges.newest_use()
+                missed += chosen - resident
+            if not missed:
+                continue
+            added_s = statistics.mean(step_s) - clock_s[phase]
+            name = "miss_s" if phase == "decode" else "chunk_miss_s"
+            found[name] = max(0.0, added_s * repeats / missed)
+            if phase == "decode":
+                read, busy = (
+                    int(engine.gauges.disk_statistics()[field] - before[field])
+                    for field in (EXPERT_NBYTES, BUSY_NS)
+                )
+                rate = read / max(1, busy) * 1e9
+                found["experts"] = DiskFigure(
+                    experts.held_nbytes, engine.settings.depth, rate, contended_bytes_per_s=rate
+                )
+            elif "experts" in found:  # the noise of a chunk is more than what a few reads add
+                read_s = experts.held_nbytes / found["experts"].bytes_per_s
+                found[name] = max(found[name], read_s)
+    finally:
+        engine.close()
+    return found
 
 
 def _engine(
-    cut: Blueprint, root: Path, options: Options, cores: Sequence[int], ram: int, brief: bool
+    cut: Blueprint,
+    root: Path,
+    options: Options,
+    cores: Sequence[int],
+    ram: int,
+    brief: bool,
+    missing: int = 0,
 ) -> Engine:
-    """An engine on the cut, with expanded copies where there is room for them too."""
+    """An engine on the cut, with expanded copies where there is room for them too.
+
+    missing: experts that shall not be in RAM; they are read on demand then.
+    """
     catalog = cut.catalog
     context = min(cut.context_limit, max(*DECODE_CONTEXTS, options.prefill_chunk))
     pages = -(-context // catalog.page_tokens)
@@ -78,7 +158,15 @@ def _engine(
         + SLACK
     )
     if catalog.experts is not None:
-        needed += catalog.experts.total * catalog.experts.slot_nbytes
+        needed += (catalog.experts.total - missing) * catalog.experts.slot_nbytes
+    if missing:  # no byte more, and none for embedding rows, or experts would have it
+        needed -= SLACK - PAGE
+        needed -= sum(
+            catalog.blocks[index].held_nbytes
+            for group in catalog.groups
+            if group.kind == "embed"
+            for index in group.blocks
+        )
     copies = 0 if brief else sum(block.expanded_nbytes for block in catalog.blocks)
     if needed + copies > min(ram, free_ram().free_nbytes):
         copies = 0
@@ -87,13 +175,17 @@ def _engine(
         (tuple(cores),),
         expand="always" if copies else "never",
         replan=False,  # a planner knows nothing of the placement without copies, and may re-plan
+        prefetch=not missing,
     )
     engine = Engine(root, replace(options, context=context), settings, ThreadHost(), cut)
     engine.start(None)
     return engine
 
 
-def _measure(engine: Engine, cut: Blueprint, threads: int, brief: bool) -> dict[str, Any]:
+def _measure(
+    engine: Engine, cut: Blueprint, threads: int, brief: bool
+) -> tuple[dict[str, Any], dict[Phase, float]]:
+    """What `measure_groups` returns, of dense models; seconds of a one-row step and of a chunk."""
     copied = engine.placement
     plain = _without_copies(engine) if copied.expanded else copied
     context = plain.context_tokens
@@ -108,6 +200,7 @@ def _measure(engine: Engine, cut: Blueprint, threads: int, brief: bool) -> dict[
     gaps: list[float] = []
     outside: list[float] = []
     save: float | None = None
+    whole_s: dict[Phase, float] = {}  # of a step, of the first kind of each phase
     for phase, rows, tokens in dict.fromkeys(work):
         times: dict[int, list[float]] = defaultdict(list)
         compares = phase == "prefill" and bool(copied.expanded)
@@ -139,6 +232,7 @@ def _measure(engine: Engine, cut: Blueprint, threads: int, brief: bool) -> dict[
                     max(0.0, (later[0] - earlier[1]) / 1e9) for earlier, later in pairwise(edges)
                 ]
                 outside.append((ended - began - (edges[-1][1] - edges[0][0])) / 1e9)
+        whole_s.setdefault(phase, statistics.median(clock_s))
         if compares:
             save = _saved_s_per_byte(copied, busy_s[1:], copied_busy_s[1:], clock_s)
         alike: dict[tuple[Any, ...], list[float]] = defaultdict(list)
@@ -163,13 +257,14 @@ def _measure(engine: Engine, cut: Blueprint, threads: int, brief: bool) -> dict[
     heads = [each for each in figures if each.kind == "lm_head" and each.phase == "decode"]
     nbytes = sum(cut.catalog.blocks[index].nbytes for index in cut.catalog.groups[-1].blocks)
     single = [each.seconds for each in heads if each.rows == 1]
-    return {
+    found = {
         "groups": figures,
         "dram_bytes_per_s": nbytes / single[0] if single and single[0] > 0 else None,
         "instruction_s": statistics.median(gaps) if gaps else None,
         "step_s": statistics.median(outside) if outside else None,
         "copies_save_s_per_byte": save,
     }
+    return found, whole_s
 
 
 def _without_copies(engine: Engine) -> Placement:

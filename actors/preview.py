@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from shadowlane.actors.blueprint import Blueprint, read_blueprint
 from shadowlane.actors.machine import hardware_fingerprint
-from shadowlane.actors.routing import check_routing
-from shadowlane.actors.service import profile_path, read_profile
+from shadowlane.actors.routing import check_routing, routed_model
+from shadowlane.actors.service import profile_path, read_heat, read_profile
 from shadowlane.actors.spec import ServiceSpec
+from shadowlane.ops.files import open_model
+from shadowlane.ops.tokenizer import load_tokenizer
+from shadowlane.paths import cache_dir
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report
+from shadowlane.planner.heat import informed
 from shadowlane.planner.placement import LaneSpec, Placement, Request
 from shadowlane.planner.profile import Profile
+from shadowlane.planner.routing import RoutedModel
 from shadowlane.planner.search import place
 
 
@@ -32,6 +37,21 @@ def preview(spec: ServiceSpec) -> dict[str, Any]:
     report["model"] = str(spec.root)
     report["dtype"] = blueprint.dtype
     return report
+
+
+def routed_plan(spec: ServiceSpec) -> tuple[RoutedModel, Placement, CostModel]:
+    """A mixture as a trace names it, what an engine would start with, and what was measured of it.
+
+    Raises like `preview`, and ValueError for a dense model.
+    """
+    blueprint, profile = _read(spec)
+    model, cost = routed_model(blueprint), CostModel(profile)
+    return model, first_placement(spec, blueprint, cost), cost
+
+
+def check_tokenizer(spec: ServiceSpec) -> None:
+    """Raises ModelError for files of a tokenizer that cannot be read."""
+    load_tokenizer(open_model(spec.root), cache_dir())
 
 
 def first_placement(spec: ServiceSpec, blueprint: Blueprint, cost: CostModel) -> Placement:
@@ -75,4 +95,5 @@ def _path(spec: ServiceSpec, blueprint: Blueprint) -> Path:
 def _read(spec: ServiceSpec) -> tuple[Blueprint, Profile | None]:
     workers = sum(len(cores) for cores in spec.settings.cores)
     blueprint, _ = read_blueprint(spec.root, spec.options, workers)
-    return blueprint, read_profile(_path(spec, blueprint))
+    catalog = informed(blueprint.catalog, read_heat(blueprint))
+    return replace(blueprint, catalog=catalog), read_profile(_path(spec, blueprint))

@@ -17,6 +17,7 @@ from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.records import StepPlan
 from shadowlane.actors.scratch import route_layout
 from shadowlane.actors.spec import EngineSettings
+from shadowlane.models import typed_name
 from shadowlane.ops import table as t
 from shadowlane.planner.routing import RoutedModel, Trace
 from shadowlane.planner.routing_files import TraceWriter, read_trace
@@ -34,8 +35,10 @@ def routed_model(blueprint: Blueprint) -> RoutedModel:
             nbytes = sum(catalog.blocks[index].nbytes for index in group.blocks)
             layer_nbytes[group.layer] = layer_nbytes.get(group.layer, 0) + nbytes
     sparse = moe.sparse_layers
+    typed = typed_name(blueprint.root)
     return RoutedModel(
         name=blueprint.fingerprint,
+        title=Path(typed).name if Path(typed).is_absolute() else typed,
         num_experts=moe.num_experts,
         top_k=moe.top_k,
         expert_nbytes=tuple(

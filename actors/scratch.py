@@ -50,6 +50,7 @@ SHARED_BUFFERS = (
     "expert_activated",
     "expert_output",
     "expert_output_chunk",
+    "arranging",
 )
 
 
@@ -87,6 +88,7 @@ class ScratchPlan:
     expert_activated: int  # f32 [MAX_DECODE_ROWS * k, expert's width]
     expert_output: int  # f32 [MAX_DECODE_ROWS * k, hidden]
     expert_output_chunk: int  # compute type [chunk * k, hidden]
+    arranging: int  # buffers of the disk lane, where experts lie scattered in their files
     worker_gathered: int  # the rows of a chunk that go to one expert
     worker_activated: int
 
@@ -134,6 +136,7 @@ def plan_scratch(
     options: Options,
     dtype: DataType,
     context: int,
+    arranging: int = 0,
 ) -> ScratchPlan:
     rows = MAX_DECODE_ROWS + options.prefill_chunk
     chunk = options.prefill_chunk
@@ -183,6 +186,7 @@ def plan_scratch(
         worker_cached=2 * (context + 1) * config.head_dim * element,
         worker_mask=min(QUERY_ROWS, chunk) * (context + 1) * element,
         worker_words=WORDS_NBYTES,
+        arranging=arranging,
         **_expert_buffers(config, rows, chunk, element),
     )
 

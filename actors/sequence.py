@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,13 +15,28 @@ from shadowlane.actors.spec import FinishReason
 from shadowlane.ops.sampling import Sampler, SamplingParams
 
 
+class ExpertUse(NamedTuple):
+    """Of the experts that decode steps chose. What one layer chose for one token is one choice."""
+
+    resident: int  # were in RAM when they were chosen, and not for that token's sake
+    early: int  # look-ahead had just brought them, for that very token
+    chosen: int  # all
+    read_nbytes: int = 0  # while these steps ran
+
+
+def since(before: ExpertUse, after: ExpertUse) -> ExpertUse:
+    return ExpertUse(*(later - earlier for earlier, later in zip(before, after, strict=True)))
+
+
+NO_EXPERTS = ExpertUse(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class LaneUse:
     """What has been done since the engine's start."""
 
     lanes: dict[str, tuple[int, int]]  # lane -> (busy ns, bytes)
-    # of the experts that decode steps chose: in RAM, and all; then the bytes read meanwhile
-    experts: tuple[int, int, int] = (0, 0, 0)
+    experts: ExpertUse = NO_EXPERTS
 
 
 class TextSink(Protocol):

@@ -34,9 +34,11 @@ from shadowlane.ops.sources import source_key
 from shadowlane.ops.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
 from shadowlane.paths import cache_dir, last_timeline_path
 from shadowlane.planner.cost import CostModel
-from shadowlane.planner.explain import plan_report
+from shadowlane.planner.explain import plan_report, tiers
 from shadowlane.planner.heat import Heat, heat_from_json, merged
+from shadowlane.planner.hit_rate import with_measured
 from shadowlane.planner.profile import Profile
+from shadowlane.planner.simulate import simulate
 
 BESIDE_S = 1.5  # of measuring the disk beside compute lanes, which take a moment to begin
 EARLY_CANCELS = 1024  # names kept of requests that were cancelled before they came
@@ -72,14 +74,11 @@ class Service:
         self._engine = engine
         engine.notes[:0] = spec.notes
         engine.launch()
-        loading = threading.Thread(target=self._load_tokenizer, daemon=True)
-        self._tokenizer_error: Exception | None = None
-        loading.start()
+        # While the lanes' processes come up, and before anything is measured or loaded: a file that
+        # cannot be read is told at once.
+        self._tokenizer = load_tokenizer(engine.files, cache_dir())
         self._profile = self._find_profile(engine)
         engine.start(self._profile, self._tell, read_heat(engine.blueprint))
-        loading.join()
-        if self._tokenizer_error is not None:
-            raise self._tokenizer_error
         engine.eos_token_ids = frozenset(
             self._tokenizer.eos_token_ids if self._tokenizer else read_eos_token_ids(engine.files)
         )
@@ -96,12 +95,6 @@ class Service:
 
     def _tell(self, stage: str, fraction: float | None) -> None:
         self.stage = (stage, fraction)
-
-    def _load_tokenizer(self) -> None:
-        try:
-            self._tokenizer = load_tokenizer(self.engine.files, cache_dir())
-        except Exception as error:  # raised again by `start`, in the caller's thread
-            self._tokenizer_error = error
 
     @property
     def engine(self) -> Engine:
@@ -178,12 +171,14 @@ class Service:
             hardware=path.name.split("-")[0],
             model=engine.blueprint.fingerprint,
             groups=tuple(alone["groups"]),
-            disk=(figure,),
+            disk=(figure,) if alone.get("experts") is None else (figure, alone["experts"]),
             dram_bytes_per_s=together,
             dram_contended_bytes_per_s=contended,
             instruction_s=alone["instruction_s"],
             step_s=alone["step_s"],
             copies_save_s_per_byte=alone["copies_save_s_per_byte"],
+            miss_s=alone.get("miss_s"),
+            chunk_miss_s=alone.get("chunk_miss_s"),
         )
         try:
             write_text(path, profile.to_json())
@@ -351,7 +346,7 @@ class Service:
     def plan(self) -> dict[str, Any]:
         """The plan in force; see `planner/explain.py`."""
         engine = self.engine
-        report = plan_report(engine.blueprint.catalog, engine.placement, CostModel(self._profile))
+        report = plan_report(engine.catalog_now(), engine.placement, CostModel(self._profile))
         report["notes"] = list(
             dict.fromkeys([*engine.notes, *engine.shadow.notes, *report["notes"]])
         )
@@ -383,7 +378,19 @@ class Service:
             for name, (busy, nbytes) in engine.lane_use(sequence).items()
         }
         predicted = placement.predicted_step_s
-        streamed = placement.read_nbytes_per_step
+        experts = engine.expert_use(sequence)
+        at_hits_s = None
+        if experts is not None and experts["hit_rate"] is not None:
+            rate, tokens = experts["hit_rate"], generated - 1
+            found = with_measured(engine.catalog, placement.expert_slots, rate, tokens)
+            at_hits_s = simulate(found, placement, CostModel(self._profile)).step_s
+        # what streams is read at every step; of experts it is what was read
+        read: int | None = sum(
+            engine.blueprint.catalog.blocks[index].held_nbytes for index in placement.sweep
+        )
+        if experts is not None:
+            of_experts = experts["read_nbytes_per_token"]
+            read = None if of_experts is None else read + of_experts
         steps = sequence.decode_seconds
         return {
             "prompt_tokens": len(sequence.prompt),
@@ -400,19 +407,18 @@ class Service:
                 "plan_id": placement.placement_id,
                 "replans": engine.shadow.replans,
                 "predicted_decode_tok_per_s": 1 / predicted if predicted else None,
-                "tiers": {
-                    "ram": placement.weights_nbytes + placement.experts_nbytes,
-                    "disk": streamed,
-                },
+                "tiers": tiers(engine.blueprint.catalog, placement),
+                "read_nbytes_per_token": read,
                 "arena_nbytes": placement.total_nbytes,
                 "expanded_nbytes": placement.expanded_nbytes,
                 "ram_budget": placement.ram,
             },
             "lanes": lanes,
-            "experts": engine.expert_use(sequence),
+            "experts": experts,
             "bottleneck": bottleneck(lanes),
             "emulated": False,
             "predicted_step_s": predicted or None,
+            "predicted_at_hits_step_s": at_hits_s,  # with the hits that there were
             "measured_step_s": statistics.median(steps) if steps else None,
             "notes": list(
                 dict.fromkeys([*engine.notes, *engine.shadow.notes, *_cut_short(sequence)])

@@ -60,10 +60,13 @@ class ShadowLink:
         if self.planner is None and self.is_open:
             self.planner = self._host.start_planner()
 
-    def first_placement(self, profile: Profile | None) -> Placement:
-        """What the planner starts with. Raises InfeasiblePlan."""
+    def first_placement(self, catalog: Catalog, profile: Profile | None) -> Placement:
+        """What the planner starts with. Raises InfeasiblePlan.
+
+        catalog: that of the blueprint, with what is known of the use of experts.
+        """
         assert self.planner is not None, "the planner must be launched first"
-        self._profile = profile
+        self._catalog, self._profile = catalog, profile
         self.planner.call("open", self._catalog, self._request, profile).result()
         (command,) = self.planner.call("handle", [ev.EngineStarted()]).result()
         assert isinstance(command, ev.PublishPlacement)

@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from shadowlane.ops.decoder_config import DecoderConfig, read_config
+from shadowlane.ops.decoder_config import DecoderConfig, DType, read_config
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.expert_matrices import (
     Expert,
     ExpertMatrix,
     check_experts,
     check_no_more_experts,
-    check_not_transposed,
+    check_not_fused,
     expert_bias_names,
     read_experts,
 )
 from shadowlane.ops.layouts import LAYOUTS
+from shadowlane.ops.scattered_experts import check_scattered_experts, has_scattered_experts
 
 if TYPE_CHECKING:
     from shadowlane.ops.files import ModelFiles, TensorSource
@@ -90,9 +91,18 @@ def read_decoder(files: ModelFiles) -> DecoderConfig:
     if factors is not None:
         count = factors.nbytes // 4  # GGUF keeps them as float32
         rope_factors = np.fromfile(factors.path, "<f4", count, offset=factors.offset).tolist()
-    cfg = read_config(files.config, rope_factors=rope_factors)
+    cfg = read_config(
+        files.config, rope_factors=rope_factors, default_dtype=_dtype_of(files.tensors)
+    )
     check_tensors(cfg, files.tensors)
     return cfg
+
+
+def _dtype_of(tensors: Mapping[str, TensorSource]) -> DType:
+    """The type of the embedding stands in where a config names none, as published GPT-OSS."""
+    names: dict[str, DType] = {"bf16": "bfloat16", "f16": "float16"}
+    source = tensors.get(EMBEDDING)
+    return names.get(source.layout, "float32") if source is not None else "float32"
 
 
 def describe_groups(cfg: DecoderConfig) -> tuple[GroupDescription, ...]:
@@ -253,7 +263,7 @@ def check_tensors(cfg: DecoderConfig, tensors: Mapping[str, TensorSource]) -> li
     Raises ModelError, one line, for missing or mis-shaped tensors, for rows that are no whole
     number of packed blocks, and for tensors whose absence from the sums would change the result.
     """
-    check_not_transposed(cfg, tensors)
+    check_not_fused(cfg, tensors)
     expected = expected_tensors(cfg)
     missing = [name for name in expected if name not in tensors]
     if missing:
@@ -278,7 +288,10 @@ def check_tensors(cfg: DecoderConfig, tensors: Mapping[str, TensorSource]) -> li
         is_vector = len(shape) == 1 or name.endswith("_bias")
         if is_vector and layout.block_elements != 1:
             raise ModelError(f"{name}: a vector must be f32, f16 or bf16; got {layout.name}")
-    expert_names = check_experts(cfg, tensors)
+    if has_scattered_experts(cfg, tensors):
+        expert_names = check_scattered_experts(cfg, tensors)
+    else:
+        expert_names = check_experts(cfg, tensors)
     return _unexpected(
         cfg, [name for name in tensors if name not in expected and name not in expert_names]
     )

@@ -46,7 +46,7 @@ class DecoderConfig:
     # Per layer: how many positions a query sees, its own included, or None for all before it.
     windows: tuple[int | None, ...]
     max_context: int  # positions the model is made for, scaling included
-    dtype: DType  # what the config says the weights are
+    dtype: DType  # of the weights, as the config says
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     moe: MoeConfig | None = None
@@ -72,6 +72,7 @@ class _Family:
     needs_kv_heads: bool = True  # num_key_value_heads must be stated; its default fits one size
     default_window: int | None = 4096
     default_theta: float = 10_000.0
+    quantization: str | None = None  # the one quant_method that quantization_config may name
 
 
 FAMILIES: dict[str, _Family] = {
@@ -115,6 +116,7 @@ FAMILIES: dict[str, _Family] = {
         default_head_dim=64,
         default_window=128,
         default_theta=150_000.0,
+        quantization="mxfp4",
     ),
 }
 # What GPT-OSS scales its rotary frequencies by where its config does not say.
@@ -200,9 +202,12 @@ def _read_family(config: Mapping[str, Any]) -> tuple[str, _Family]:
     quantization = config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-        raise ModelError(
-            f"quantization_config must be absent (packed weights come as GGUF); got {method!r}"
-        )
+        if method is None or method != traits.quantization:
+            allowed = f"absent or {traits.quantization}" if traits.quantization else "absent"
+            raise ModelError(
+                f"quantization_config must be {allowed} (packed weights come as GGUF); "
+                f"got {method!r}"
+            )
     return str(family), traits
 
 

@@ -4,7 +4,8 @@ Two layouts are in use. Apart: `mlp.experts.3.gate_proj.weight` is one matrix of
 Stacked: `mlp.experts.down_proj` holds the matrices of all experts one after another, and gate and
 up are stacked either each on its own (GGUF) or as the halves of `mlp.experts.gate_up_proj`
 (transformers), where an expert's gate rows come before its up rows. All of them keep the rows of a
-matrix together, so an expert is read straight from its file.
+matrix together, so an expert is read straight from its file. One family does not, in safetensors:
+`scattered_experts.py`.
 """
 
 from __future__ import annotations
@@ -81,20 +82,14 @@ def check_experts(cfg: DecoderConfig, tensors: Mapping[str, TensorSource]) -> se
     return names
 
 
-def check_not_transposed(cfg: DecoderConfig, tensors: Mapping[str, TensorSource]) -> None:
-    """GPT-OSS in safetensors has its experts transposed, gate and up mixed: no row in one piece.
-
-    Width and hidden size are the same in real ones, so shapes would not tell.
-    """
+def check_not_fused(cfg: DecoderConfig, tensors: Mapping[str, TensorSource]) -> None:
+    """GPT-OSS has gate and up of an expert in turn where it has them in one tensor, others not."""
     if cfg.moe is None or cfg.family != "gpt_oss":
         return
     for layer in cfg.moe.sparse_layers:
         name = f"{_prefix(layer)}.gate_up_proj"
         if name in tensors:
-            raise ModelError(
-                f"{name}: each row of an expert must lie in one piece; in safetensors the experts "
-                "of gpt_oss are transposed, in GGUF they are not"
-            )
+            raise ModelError(f"{name}: gate and up of gpt_oss must be tensors of their own in GGUF")
 
 
 def check_no_more_experts(cfg: DecoderConfig, name: str) -> None:

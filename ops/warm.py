@@ -44,22 +44,25 @@ def counter_kernels() -> Kernels:
 
 def expert_kernels() -> Kernels:
     """What the disk lane calls where not all experts of a mixture are in RAM."""
+    from shadowlane.ops import expert_board
     from shadowlane.ops import missing_experts as reads
 
     tables = {"extents", "fetches", "certain", "likely", "victims", "victim_words", "spans"}
     tables |= {"guess_ids", "guess_slots"}
-    fields = [TABLE if name in tables else ROW for name in reads.Board._fields]
-    board = types.NamedTuple(fields, reads.Board)
+    fields = [TABLE if name in tables else ROW for name in expert_board.Board._fields]
+    board = types.NamedTuple(fields, expert_board.Board)
     place = (I64, ROW, board)
     flags = types.Array(types.boolean, 1, "C")
     return (
         (reads.follow_requests, place),
         (reads.read_missing, place),
-        (reads.end_reads, place),
-        (reads.sleep_until_told, (board, I64)),
-        (reads.look_at_slots, (*place, ROW, flags)),
-        (reads.set_victims, (board, TABLE, ROW, ROW)),
-        (reads.take_counts, (board, ROW)),
+        (reads.begin_job, place),
+        (reads.end_job, (*place, I64, I64, I64)),
+        (expert_board.end_reads, place),
+        (expert_board.sleep_until_told, (board, I64)),
+        (expert_board.look_at_slots, (*place, ROW, flags)),
+        (expert_board.set_victims, (board, TABLE, ROW, ROW)),
+        (expert_board.take_counts, (board, ROW)),
     )
 
 
@@ -91,6 +94,13 @@ def warm_experts() -> None:
     _load_kernels("experts", expert_kernels)
 
 
+def arranging_kernels() -> Kernels:
+    """What the disk lane calls where experts are arranged on their way into RAM."""
+    from shadowlane.ops import arrange
+
+    return ((arrange.join_blocks, (I64,) * 8), (arrange.transpose, (I64,) * 7))
+
+
 def warm_decode() -> None:
     """Make ready what decode steps call, but for the operators of layouts."""
     _load_kernels("counters", counter_kernels)
@@ -103,6 +113,11 @@ def warm_prefill() -> None:
 
     aten.load()
     _load_kernels("prefill", prefill_kernels)
+
+
+def warm_arranging() -> None:
+    """Make ready what the disk lane calls for scattered experts."""
+    _load_kernels("arranging", arranging_kernels)
 
 
 def warm_layouts(layouts: Iterable[str]) -> None:

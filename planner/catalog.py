@@ -36,6 +36,19 @@ class Group:
     flops_per_row: int  # multiply-adds times two for one activation row
 
 
+HitSource = Literal["assumed", "remembered", "measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class HitCurve:
+    """What part of a token's experts is expected in RAM; see `hit_rate.py`."""
+
+    points: tuple[tuple[float, float], ...]  # (part of the experts in RAM, part of the choices that
+    # find theirs there), rising, from (0, 0) to (1, 1)
+    source: HitSource
+    tokens: int = 0  # that it rests on
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """The routed experts of a mixture: which of them a token needs is known only when it comes.
@@ -50,6 +63,7 @@ class Experts:
     nbytes: int  # weights of one expert, the mean
     held_nbytes: int  # what reading one costs: whole 4 KiB pages, the mean
     slot_nbytes: int  # room for any one of them
+    hits: HitCurve | None = None  # what is known of its use; None: nothing
 
     @property
     def total(self) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shadowlane.planner.catalog import Catalog, Group
-from shadowlane.planner.hit_rate import expected_distinct
+from shadowlane.planner.catalog import Catalog, Experts, Group
+from shadowlane.planner.hit_rate import expected_distinct, missing_of_layer
 from shadowlane.planner.placement import DISK_LANE, LaneSpec
 from shadowlane.planner.profile import DiskFigure, GroupFigure, Phase, Profile
 
@@ -22,6 +22,7 @@ ASSUMED_DISK_BYTES_PER_S = 1e9
 ASSUMED_INSTRUCTION_S = 2e-6
 ASSUMED_STEP_S = 200e-6
 ASSUMED_GATHER_S = 150e-6
+ASSUMED_MISS_S = 100e-6  # of a missing expert, beside its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,8 @@ class CostModel:
         missing = list(self.profile.unmeasured) if self.profile else ["everything"]
         if not any(block.expanded_nbytes for block in catalog.blocks):
             missing = [each for each in missing if each != "copies_save_s_per_byte"]
+        if catalog.experts is None:
+            missing = [each for each in missing if each not in ("miss_s", "chunk_miss_s")]
         if self.profile:
             for group in catalog.groups:
                 for lane in lanes:
@@ -169,6 +172,21 @@ class CostModel:
         if contended and best.contended_bytes_per_s is not None:
             return best.contended_bytes_per_s
         return best.bytes_per_s
+
+    def experts_read_s(self, experts: Experts, nbytes: float) -> float:
+        """Seconds that the disk lane is at work for `nbytes` of experts; no drift."""
+        return nbytes / self.disk_bytes_per_s(experts.held_nbytes, contended=True)
+
+    def missing_s(self, catalog: Catalog, slots: int, workload: Workload) -> float:
+        """Seconds that missing experts add to one layer of a step, beyond computing with them."""
+        experts = catalog.experts
+        if experts is None or slots >= experts.total:
+            return 0.0
+        is_decode = workload.phase == "decode"
+        missing = missing_of_layer(experts, slots, workload.rows, is_decode=is_decode)
+        known = self._known.miss_s if is_decode else self._known.chunk_miss_s
+        reading_s = self.experts_read_s(experts, experts.held_nbytes)
+        return missing * _or(known, reading_s + ASSUMED_MISS_S) * self.disk_drift
 
     def dram_bytes_per_s(self, *, streaming: bool) -> float:
         """What all compute lanes together can read."""

@@ -17,8 +17,9 @@ import numpy.typing as npt
 from shadowlane.planner.chooser import Chooser
 from shadowlane.planner.experts import MIXTURE, POLICIES, ExpertCache, Policy, serve
 from shadowlane.planner.heat import heat_of
-from shadowlane.planner.placement import whole_pages
+from shadowlane.planner.placement import show_nbytes, whole_pages
 from shadowlane.planner.routing import RoutedModel, Trace
+from shadowlane.planner.search import SPARE_EXPERTS
 
 Counts = npt.NDArray[np.int64]
 Progress = Callable[[str, float], None]  # what is replayed, and the part of all work done
@@ -63,13 +64,7 @@ class Replay:
         return float(self.hits.sum() / chosen) if chosen else 0.0
 
     def miss_nbytes_per_token(self, model: RoutedModel) -> float:
-        return self._per_token(self.misses, model)
-
-    def hit_nbytes_per_token(self, model: RoutedModel) -> float:
-        return self._per_token(self.hits, model)
-
-    def _per_token(self, experts: Counts, model: RoutedModel) -> float:
-        nbytes = (experts * np.array(model.expert_nbytes)).sum()
+        nbytes = (self.misses * np.array(model.expert_nbytes)).sum()
         return float(nbytes / max(1, self.num_rows.sum()))
 
 
@@ -79,14 +74,17 @@ def slot_nbytes(model: RoutedModel) -> int:
 
 
 def slots_in(model: RoutedModel, ram: int) -> int:
-    """Experts that fit beside all dense parts. Raises ValueError if one route's do not."""
+    """Experts that fit beside all dense parts: an upper bound, as a trace does not say what KV
+    cache and scratch take. Raises ValueError where no plan could have so few.
+    """
     all_experts = model.num_layers * model.num_experts
     slots = (ram - model.all_dense_nbytes) // slot_nbytes(model)
-    if slots < model.top_k:
-        least = model.all_dense_nbytes + model.top_k * slot_nbytes(model)
+    least = min(all_experts, model.top_k + SPARE_EXPERTS)
+    if slots < least:
+        needed = model.all_dense_nbytes + least * slot_nbytes(model)
         raise ValueError(
-            f"ram must be at least {least} bytes, the dense parts and {model.top_k} experts; "
-            f"got {ram}"
+            f"ram must be at least {show_nbytes(needed)}, the dense parts and {least} experts; "
+            f"got {show_nbytes(ram)}"
         )
     return min(slots, all_experts)
 
@@ -306,9 +304,13 @@ def price(
     )
 
 
-def bound_s(miss_nbytes: float, resident_nbytes: float, speeds: Speeds) -> float:
-    """Seconds per token that no schedule beats: the disk's, or those of the resident bytes."""
-    return max(miss_nbytes / speeds.disk_bytes_per_s, resident_nbytes / speeds.dram_bytes_per_s)
+def bound_s(miss_nbytes: float, used_nbytes: float, speeds: Speeds) -> float:
+    """Seconds per token that no schedule beats.
+
+    miss_nbytes: what has to be read from disk; used_nbytes: all that is computed with, which
+    comes from DRAM whether it was there or has just arrived.
+    """
+    return max(miss_nbytes / speeds.disk_bytes_per_s, used_nbytes / speeds.dram_bytes_per_s)
 
 
 def _part_of(
@@ -328,7 +330,7 @@ class Ranking:
     policies: tuple[Ranked, ...]  # and CHOSEN; best first
     on_demand: Ranked
     optimum: Ranked  # not to be had: it knows the future
-    bound_tok_per_s: float  # of the best policy's misses, at these speeds
+    bound_tok_per_s: float  # of the fewest bytes that any row reads, at these speeds
     in_force: str  # what the chooser used in the end
     num_switches: int
 
@@ -357,27 +359,29 @@ def rank(
         chooser = Chooser(*shape, trace.top_k, slots, policies=policies, current=start, heat=heat)
         runs.append((CHOSEN, chooser.policy, chooser))
     ranked: list[Ranked] = []
-    best: Replay | None = None
+    missed: list[float] = []  # bytes per token
     for at, (name, policy, judge) in enumerate(runs):
         cache = ExpertCache(trace.num_layers, trace.num_experts, slots, policy, heat)
         fill(cache)
         replayed = replay(second, cache, judge, _part_of(progress, name, at, len(runs) + 1))
         ranked.append(price(name, replayed, second, speeds, recall))
-        if best is None or replayed.hit_rate > best.hit_rate:
-            best = replayed
-    assert best is not None
+        missed.append(replayed.miss_nbytes_per_token(trace.model))
     if progress is not None:
         progress(OPTIMUM, len(runs) / (len(runs) + 1))
     model = trace.model
-    resident_nbytes = best.hit_nbytes_per_token(model) + model.all_dense_nbytes
-    least_s = bound_s(best.miss_nbytes_per_token(model), resident_nbytes, speeds)
+    all_read, known = on_demand(second), optimum(second, slots)
+    missed.append(known.miss_nbytes_per_token(model))
+    used_nbytes = all_read.miss_nbytes_per_token(model) + model.all_dense_nbytes
+    # NOTE: the optimum is one of hits over all steps; where experts differ in size, or prompts lie
+    # between, a policy may read a little less in decode.
+    least_s = bound_s(min(missed), used_nbytes, speeds)
     return Ranking(
         slots=slots,
         heat_tokens=first.num_tokens,
-        scored_tokens=int(best.num_rows.sum()),
+        scored_tokens=int(known.num_rows.sum()),
         policies=tuple(sorted(ranked, key=lambda each: -each.tok_per_s)),
-        on_demand=price(ON_DEMAND, on_demand(second), second, speeds),
-        optimum=price(OPTIMUM, optimum(second, slots), second, speeds),
+        on_demand=price(ON_DEMAND, all_read, second, speeds),
+        optimum=price(OPTIMUM, known, second, speeds),
         bound_tok_per_s=1 / least_s,
         in_force=runs[-1][2].policy.name if runs[-1][2] is not None else policies[0].name,
         num_switches=runs[-1][2].num_switches if runs[-1][2] is not None else 0,

@@ -61,6 +61,20 @@ class Policy:
     def name(self) -> str:
         return f"{self.score}/{self.scope}"
 
+    @property
+    def words(self) -> str:
+        """What it keeps, for people: "the last used, over all layers"."""
+        return f"{_WORDS[self.score]}, {_WORDS[self.scope]}"
+
+
+_WORDS: dict[str, str] = {
+    "static": "the most used in earlier runs",
+    "lru": "the last used",
+    "frequency": "the most used lately",
+    "mixture": "the most used lately and for long",
+    "global": "over all layers",
+    "layer": "so many of each layer",
+}
 
 MIXTURE = Policy("mixture", "global")
 POLICIES = (

@@ -8,6 +8,7 @@ from shadowlane.planner.bounds import bounds
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.cost import CostModel, Workload
 from shadowlane.planner.expanded import predicted_gain, why
+from shadowlane.planner.hit_rate import curve_of, hit_rate
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.simulate import simulate
 
@@ -55,17 +56,15 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
             "expanded": placement.expanded_nbytes,
             "total": placement.total_nbytes,
         },
-        "tiers": {
-            "ram": placement.weights_nbytes + placement.experts_nbytes,
-            "disk": sum(b.held_nbytes for b in catalog.blocks if not placement.resident[b.index])
-            + _missing_experts_nbytes(catalog, placement),
-        },
+        "tiers": tiers(catalog, placement),
         "read_nbytes_per_step": placement.read_nbytes_per_step,
         "num_slots": placement.num_slots,
         "expert_slots": placement.expert_slots,
         "context_tokens": placement.context_tokens,
         "kv_pages": placement.kv_pages,
+        "expected_hits": _expected_hits(catalog, placement),
         "predicted": {
+            "prefill_rows": chunk_rows,
             "decode_step_s": decode.step_s,
             "decode_tok_per_s": 1 / decode.step_s if decode.step_s else None,
             "first_step_s": decode.first_step_s,
@@ -82,10 +81,26 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
     }
 
 
-def _missing_experts_nbytes(catalog: Catalog, placement: Placement) -> int:
-    if catalog.experts is None:
-        return 0
-    return (catalog.experts.total - placement.expert_slots) * catalog.experts.held_nbytes
+def _expected_hits(catalog: Catalog, placement: Placement) -> dict[str, Any] | None:
+    """What the prediction takes for granted of a mixture's cache; None where nothing is missing."""
+    experts = catalog.experts
+    if experts is None or placement.expert_slots >= experts.total:
+        return None
+    curve = curve_of(experts)
+    return {
+        "rate": hit_rate(experts, placement.expert_slots),
+        "source": curve.source,
+        "tokens": curve.tokens,
+    }
+
+
+def tiers(catalog: Catalog, placement: Placement) -> dict[str, int]:
+    """Bytes of weights: what is in RAM, and what is only on disk. Not what a step reads of it."""
+    on_disk = sum(b.held_nbytes for b in catalog.blocks if not placement.resident[b.index])
+    if catalog.experts is not None:
+        missing = catalog.experts.total - placement.expert_slots
+        on_disk += missing * catalog.experts.held_nbytes
+    return {"ram": placement.weights_nbytes + placement.experts_nbytes, "disk": on_disk}
 
 
 def _row(catalog: Catalog, placement: Placement, group: Group) -> dict[str, Any]:

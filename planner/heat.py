@@ -7,14 +7,18 @@ Text of one JSON object: {"format": "shadowlane-heat", "version": 1, "model": fi
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from shadowlane.planner.catalog import Catalog, HitCurve
 from shadowlane.planner.routing import NOBODY, Trace
 
 FORMAT, VERSION = "shadowlane-heat", 1
+CORRELATED = 2  # tokens in a row that count as one
+LEAST_TOKENS = 16  # of those, before rates say anything of the future
+CURVE_POINTS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +85,42 @@ def heat_of(trace: Trace) -> Heat:
         ids = trace.choices[:, layer].ravel()
         counts[layer] = np.bincount(ids[ids != NOBODY], minlength=trace.num_experts)
     return Heat(trace.model.name, trace.num_tokens, counts)
+
+
+def remembered(heat: Heat) -> HitCurve | None:
+    """How often the most used experts would be hit by text like that of earlier runs.
+
+    Counts of few tokens flatter whoever is chosen by them: some experts were lucky. So each rate is
+    drawn towards the mean, by as much as chance explains of how rates differ (empirical Bayes, one
+    beta distribution for all). Neighbouring tokens choose alike: two count as one. None for so few
+    tokens that they tell nothing.
+    """
+    tokens = heat.visits / CORRELATED
+    if tokens < LEAST_TOKENS:
+        return None
+    rates = heat.rates
+    mean = rates.mean(axis=1, keepdims=True)
+    spread = float(((rates - mean) ** 2).mean()) - float((rates * (1 - rates)).mean()) / tokens
+    if spread <= 0:  # nothing but chance
+        drawn = np.broadcast_to(mean, rates.shape)
+    else:
+        strength = max(0.0, float((mean * (1 - mean)).mean()) / spread - 1)
+        drawn = (rates * tokens + strength * mean) / (tokens + strength)
+    found = np.cumsum(np.sort(drawn.reshape(-1))[::-1])
+    if not found[-1] > 0:
+        return None
+    number = len(found)
+    places = sorted({round(at * number / CURVE_POINTS) for at in range(1, CURVE_POINTS)} - {0})
+    points = [(at / number, float(found[at - 1] / found[-1])) for at in places]
+    return HitCurve(((0.0, 0.0), *points, (1.0, 1.0)), "remembered", round(heat.visits))
+
+
+def informed(catalog: Catalog, heat: Heat | None) -> Catalog:
+    """The same model, with what earlier runs tell of its experts' use."""
+    hits = None if heat is None else remembered(heat)
+    if catalog.experts is None or hits is None:
+        return catalog
+    return replace(catalog, experts=replace(catalog.experts, hits=hits))
 
 
 def merged(old: Heat, new: Heat, decay: float = 0.5) -> Heat:

@@ -1,42 +1,101 @@
-"""How many of a token's experts are in RAM, as long as nobody has measured it.
+"""What part of a token's experts is in RAM when its routers choose them: expected, never known.
 
-Routers favour some experts, so a cache hits more often than its size alone would say. The curve is
-that of Qwen3-30B-A3B (48 layers of 128 experts, 8 chosen): how often the hottest experts of each
-layer were chosen in recorded text. What a model really does is measured while it runs.
+It decides how fast a mixture larger than RAM is, and three things can tell it, in this order:
+
+measured    this run's own decode steps, as soon as there are some
+remembered  how often earlier runs chose each expert of this model (`heat.py`)
+assumed     nobody has run the model: halfway between routers that prefer nobody, for which a cache
+            hits as often as it is large, and routers as uneven as recorded ones (`SKEW`). Models
+            differ widely here, and the same model from text to text: expect the figure to be off
+            by a quarter either way
+
+Chunks of prompts choose nearly all experts of a layer, favourites or not: there a cache hits as
+often as it is large.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 
-from shadowlane.planner.catalog import Experts
+from shadowlane.planner.catalog import Catalog, Experts, HitCurve
 
-# (part of the experts that is in RAM, part of the choices that hit them)
-RECORDED = ((0.0, 0.0), (0.05, 0.20), (0.10, 0.34), (0.25, 0.65), (0.50, 0.89), (1.0, 1.0))
+# Measured over 24,963 tokens of a model of 48 layers of 512 experts, top 10: this part of the
+# experts of a layer, the hottest, takes that part of its choices.
+SKEW = ((0.05, 0.19), (0.1, 0.32), (0.25, 0.59), (0.5, 0.85))
 
 
-def assumed_hit_rate(slots: int, num_experts: int) -> float:
-    """Part of the choices that find their expert in RAM when `slots` of `num_experts` are there."""
-    part = min(1.0, slots / max(1, num_experts))
-    upper = max(1, bisect_left([point[0] for point in RECORDED], part))
-    (low, low_rate), (high, high_rate) = RECORDED[upper - 1], RECORDED[upper]
-    return low_rate + (high_rate - low_rate) * (part - low) / (high - low)
+def hit_rate(experts: Experts, slots: int) -> float:
+    """Part of the choices of decode steps that find their expert among `slots` in RAM.
+
+    What the newest route reads has slots too, and is in nobody's way only where it was measured.
+    """
+    curve = curve_of(experts)
+    if curve.source != "measured" and slots < experts.total:
+        slots = max(0, slots - experts.top_k)
+    return interpolate(curve.points, slots / experts.total)
+
+
+def curve_of(experts: Experts) -> HitCurve:
+    return experts.hits or assumed(experts.per_layer, experts.top_k)
+
+
+@cache
+def assumed(per_layer: int, top_k: int) -> HitCurve:
+    """Halfway between even use and that of `SKEW`, where no token chooses an expert twice."""
+    shares = ((0.0, 0.0), *SKEW, (1.0, 1.0))
+    taken = [interpolate(shares, rank / per_layer) for rank in range(per_layer + 1)]
+    points, before, over = [(0.0, 0.0)], 0.0, 0.0
+    for rank in range(1, per_layer + 1):
+        use = (taken[rank] - taken[rank - 1]) * top_k + over
+        over = max(0.0, use - 1.0)  # goes to the next ones
+        before += (use - over) / top_k
+        part = rank / per_layer
+        points.append((part, min(1.0, (part + before) / 2)))
+    points[-1] = (1.0, 1.0)
+    return HitCurve(tuple(points), "assumed")
+
+
+def measured(experts: Experts, slots: int, rate: float, tokens: int) -> HitCurve:
+    """From what decode steps found with so many slots."""
+    part = slots / experts.total
+    if part >= 1.0:
+        return HitCurve(((0.0, 0.0), (1.0, 1.0)), "measured", tokens)
+    return HitCurve(((0.0, 0.0), (part, rate), (1.0, 1.0)), "measured", tokens)
+
+
+def with_measured(catalog: Catalog, slots: int, rate: float | None, tokens: int) -> Catalog:
+    """The same model, with what this run tells of its experts' use; `rate` None: nothing yet."""
+    if catalog.experts is None or rate is None:
+        return catalog
+    hits = measured(catalog.experts, slots, rate, tokens)
+    return replace(catalog, experts=replace(catalog.experts, hits=hits))
+
+
+def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Between points by rising first value; outside, that of the nearest."""
+    upper = bisect_left([point[0] for point in points], at)
+    if upper == 0 or upper == len(points):
+        return points[min(upper, len(points) - 1)][1]
+    (low, low_value), (high, high_value) = points[upper - 1], points[upper]
+    return low_value + (high_value - low_value) * (at - low) / (high - low)
 
 
 def missing_nbytes(experts: Experts | None, slots: int) -> int:
     """Bytes that one token's experts are expected to cost in reads."""
     if experts is None:
         return 0
-    return round(experts.num_layers * missing_nbytes_of_layer(experts, slots, 1, is_decode=True))
+    missing = experts.num_layers * missing_of_layer(experts, slots, 1, is_decode=True)
+    return round(missing * experts.held_nbytes)
 
 
-def missing_nbytes_of_layer(experts: Experts, slots: int, rows: int, *, is_decode: bool) -> float:
-    """Bytes of what the rows of a step choose in one layer and RAM has not."""
+def missing_of_layer(experts: Experts, slots: int, rows: int, *, is_decode: bool) -> float:
+    """How many experts the rows of a step choose in one layer and RAM has not."""
     chosen = expected_distinct(experts.per_layer, experts.top_k, rows)
-    # what most rows of a chunk choose in the end is everything, whether it is a favourite or not
-    part = slots / experts.total
-    rate = assumed_hit_rate(slots, experts.total) if is_decode else part
-    return chosen * (1.0 - rate) * experts.held_nbytes
+    rate = hit_rate(experts, slots) if is_decode else slots / experts.total
+    return chosen * (1.0 - rate)
 
 
 def expected_distinct(num_experts: int, top_k: int, rows: int) -> float:

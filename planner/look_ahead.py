@@ -33,6 +33,7 @@ class LookAhead:
     early_reads: int = 0  # since the start
     used_reads: int = 0
     withdrawn: int = 0  # guesses that were wrong and had not been submitted
+    early_hits: int = 0  # experts read early that were there when their route came
     _left: int = 0  # routes until the next try
     _rest: int = 0
 

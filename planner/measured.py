@@ -16,6 +16,8 @@ WINDOW = 8  # newest steps that a configuration's pace is the mean of
 MOST_KEPT = 512  # simulations; a placement has one per batch size and step of context
 DRIFT_STEPS = 5  # a lane's drift is the median of at least so many steps
 MEMORY_STEPS = 200  # a rival measured longer ago than this may have become slower since
+HITS_HALF = 64  # steps after which a step's hits count half
+HITS_STEPS = 8  # before a hit rate is believed
 LEAST_STEPS = 3  # and how many it takes to be compared at all
 
 Conditions = tuple[str, ...]  # lanes whose core is shared, sorted
@@ -67,6 +69,28 @@ class Window:
     def clear(self) -> None:
         self._values.clear()
         self._total_s = 0.0
+
+
+class MeasuredHits:
+    """How often decode steps find in RAM what they choose; what is long past counts less."""
+
+    def __init__(self) -> None:
+        self._resident = self._chosen = 0.0
+        self.steps = 0
+
+    def add(self, resident: int, chosen: int) -> None:
+        """Of one step: experts that were in RAM, and all."""
+        keep = 0.5 ** (1 / HITS_HALF)
+        self._resident = keep * self._resident + resident
+        self._chosen = keep * self._chosen + chosen
+        self.steps += 1
+
+    @property
+    def rate(self) -> float | None:
+        """None while it would rest on a handful of steps."""
+        if self.steps < HITS_STEPS or not self._chosen:
+            return None
+        return min(1.0, max(0.0, self._resident / self._chosen))
 
 
 @dataclass(slots=True)

@@ -59,6 +59,10 @@ class Profile:
     # What a chunk gains per byte of expanded copies, all threads of a lane together: the time of
     # expanding, less what reading the larger copy takes. 0: nothing.
     copies_save_s_per_byte: float | None = None
+    # What one expert that is not in RAM adds to a decode step, and to a chunk of a prompt: finding
+    # a slot, reading, and what workers and readers take from each other. Of mixtures only.
+    miss_s: float | None = None
+    chunk_miss_s: float | None = None
     version: int = PROFILE_VERSION
 
     def to_json(self) -> str:

@@ -3,16 +3,17 @@
 Two kinds of file are read. Ours is a text of JSON lines, gzipped if its name
 ends in `.gz`, so that an engine can append step by step:
 
-    {"format": "shadowlane-routes", "version": 1, "model": "...", "layers": 48, "experts": 128,
-     "top_k": 8, "expert_nbytes": [one per layer], "dense_nbytes": [one per layer],
-     "outside_nbytes": 0}                                        (the header, on one line)
+    {"format": "shadowlane-routes", "version": 1, "model": "...", "title": "...", "layers": 48,
+     "experts": 128, "top_k": 8, "expert_nbytes": [one per layer],
+     "dense_nbytes": [one per layer], "outside_nbytes": 0}       (the header, on one line)
     {"step": 0, "turn": 0, "phase": "prefill", "experts": [[3, 17, ...], ...]}    (one per token)
 
-`experts` has one list per layer, the choices in the router's order, best first; a list may be
-shorter than top_k, or empty. Tokens of one forward pass have the same step. "layers" counts layers
-with experts only; `dense_nbytes` is what else of such a layer each token reads, `outside_nbytes`
-what it reads outside them (dense layers, the head). The other kind is a recorded `route_trace v1`:
-CSV with one row per chosen expert, after a header of comment lines.
+`model` is a fingerprint, `title` what people call it (it may be missing). `experts` has one list
+per layer, the choices in the router's order, best first; one may be shorter than top_k, or empty.
+Tokens of one forward pass have the same step. "layers" counts layers with experts only;
+`dense_nbytes` is what else of such a layer each token reads, `outside_nbytes` what it reads outside
+them (dense layers, the head). The other kind is a recorded `route_trace v1`: CSV with one row per
+chosen expert, after a header of comment lines.
 """
 
 from __future__ import annotations
@@ -31,8 +32,17 @@ from shadowlane.planner.routing import NOBODY, RoutedModel, Trace
 
 FORMAT, VERSION = "shadowlane-routes", 1
 RECORDED = "# route_trace v1"
+WRITTEN_ENDINGS = (".jsonl", ".jsonl.gz")
+READ_ENDINGS = (*WRITTEN_ENDINGS, ".csv", ".csv.gz")
 
 Numbered = Iterator[tuple[int, str]]  # (line number from 1, the line)
+
+
+def check_ending(path: Path, endings: tuple[str, ...], argument: str) -> None:
+    """Raises ValueError for a file that is called like something else; nothing is opened."""
+    if not path.name.endswith(endings):
+        listed = f"{', '.join(endings[:-1])} or {endings[-1]}"
+        raise ValueError(f"{argument} must end in {listed}; got {path}")
 
 
 class TraceWriter:
@@ -50,6 +60,7 @@ class TraceWriter:
             "format": FORMAT,
             "version": VERSION,
             "model": model.name,
+            "title": model.title,
             "layers": model.num_layers,
             "experts": model.num_experts,
             "top_k": model.top_k,
@@ -151,6 +162,7 @@ def _parse_own(number: int, header: str, lines: Numbered) -> Trace:
             expert_nbytes=tuple(sizes[:num_layers]),
             dense_nbytes=tuple(sizes[num_layers:]),
             outside_nbytes=_whole(said["outside_nbytes"]),
+            title=str(said.get("title", "")),
         )
     except KeyError as error:
         raise _Malformed(number, f"must have {error} in the header") from None

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.catalog import Catalog, Experts
 from shadowlane.planner.context import choose_context
 from shadowlane.planner.cost import CostModel, CostTable
 from shadowlane.planner.expanded import with_copies
@@ -164,10 +164,21 @@ def place(
     return placement
 
 
+def least_slots(experts: Experts) -> int:
+    """The fewest experts in RAM with which a mixture can run."""
+    return min(experts.total, experts.top_k + SPARE_EXPERTS)
+
+
 def _sort_blocks(catalog: Catalog, pins: Mapping[str, Tier]) -> _Weights:
     tier_of: dict[str, Tier] = {}
     for pattern, tier in pins.items():
         matched = [group for group in catalog.groups if fnmatchcase(group.name, pattern)]
+        routed = next((group.name for group in matched if group.kind == "experts"), None)
+        if routed is not None:
+            raise ValueError(
+                f"pin {pattern!r} must not match routed experts, which share RAM by use and cannot "
+                f"be pinned; it matches {routed}"
+            )
         if not any(group.blocks for group in matched):
             raise ValueError(f"pin {pattern!r} must match a group with weights; it matches none")
         tier_of.update((group.name, tier) for group in matched)
@@ -212,7 +223,7 @@ def _least_weights(catalog: Catalog, request: Request, weights: _Weights) -> tup
     pinned = _held(catalog, weights.pinned)
     if catalog.experts is not None:
         experts = catalog.experts
-        least = min(experts.total, experts.top_k + SPARE_EXPERTS) * experts.slot_nbytes
+        least = least_slots(experts) * experts.slot_nbytes
         return pinned + experts.total * experts.slot_nbytes, pinned, least
     everything = pinned + _held(catalog, weights.free) + (ring if weights.forced else 0)
     return everything, pinned, ring

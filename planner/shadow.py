@@ -14,14 +14,16 @@ from dataclasses import replace
 from shadowlane.planner import events as ev
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel, Workload
+from shadowlane.planner.hit_rate import with_measured
 from shadowlane.planner.lifecycle import Placements, PlannerError, Record
-from shadowlane.planner.measured import LaneState, MeasuredPaces, Predictions
+from shadowlane.planner.measured import LaneState, MeasuredHits, MeasuredPaces, Predictions
 from shadowlane.planner.placement import (
     DISK_LANE,
     InfeasiblePlan,
     LaneSpec,
     Placement,
     Request,
+    show_nbytes,
 )
 from shadowlane.planner.profile import Profile
 from shadowlane.planner.replan import moved_nbytes, plan_again
@@ -63,6 +65,7 @@ class PlannerState:
         self.patience = 1  # how many times the least pause passes from one thought to the next
         self.refused: set[int] = set()  # contents that measured slower than what they replaced
         self.paces = MeasuredPaces()
+        self.hits = MeasuredHits()
         self.predictions = Predictions(catalog)
         self.history: deque[str] = deque(maxlen=100)  # what the story of an error is told from
 
@@ -167,7 +170,7 @@ class PlannerState:
         if not self._alive_lanes():
             return [ev.Note("the new budget counts once a compute lane is alive")]
         try:
-            return self._replan(f"the RAM budget is now {ram} bytes")
+            return self._replan(f"the RAM budget is now {show_nbytes(ram)}")
         except InfeasiblePlan as error:
             self.request = before
             return [ev.Note(f"the budget cannot change: {error}; the plan stays as it is")]
@@ -221,11 +224,16 @@ class PlannerState:
         return commands
 
     def _measure(self, event: ev.StepRetired, record: Record) -> None:
+        self._learn_hits(event, record.placement.expert_slots)
         workload = Workload("decode", event.rows, event.context)
         predicted = self.predictions.of(record.placement, self.cost, workload)
         for name, busy_s in event.busy_s.items():
             lane = self._lane(name)
             expected_s = predicted.busy_s.get(name, 0.0)
+            if name == DISK_LANE and self.catalog.experts is not None:
+                # How often a cache hits is no property of the disk: what was read is what counts.
+                nbytes = event.experts_read_nbytes
+                expected_s = self.cost.experts_read_s(self.catalog.experts, nbytes)
             # A core that is off at times is no slower lane: its ratio would say nothing about it.
             if expected_s > 0 and not lane.delayed:
                 lane.ratios.add(busy_s / expected_s, event.seconds)
@@ -234,6 +242,12 @@ class PlannerState:
         record.paces.add(pace, event.seconds)
         label = record.option.label
         self.paces.add(self.num_steps, self._conditions(), self._content(record), label, pace)
+
+    def _learn_hits(self, event: ev.StepRetired, slots: int) -> None:
+        """From the first steps on, plans rest on the hits of this run and on nothing assumed."""
+        if event.experts_chosen:
+            self.hits.add(event.experts_resident, event.experts_chosen)
+            self.catalog = with_measured(self.catalog, slots, self.hits.rate, self.hits.steps)
 
     # -- drift
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import DECODE, CostModel, Workload
-from shadowlane.planner.hit_rate import missing_nbytes_of_layer
+from shadowlane.planner.hit_rate import missing_of_layer
 from shadowlane.planner.placement import DISK_LANE, LaneSpec, Placement, Share
 from shadowlane.planner.program import cut
 
@@ -94,15 +94,11 @@ def simulate_parts(
         + (gather_s if catalog.groups[piece.group_index].kind == "embed" else 0.0)
         for piece in pieces
     ]
-    missing_s = _missing_experts_s(catalog, expert_slots, cost, workload)
-    fetched_s = 0.0
-    if missing_s > 0:
-        for place, piece in enumerate(pieces):
-            if catalog.groups[piece.group_index].kind == "experts":
-                # Those in RAM are computed meanwhile, what arrives at once; the last one is left.
-                last_s = seconds[place] / max(1, catalog.experts.top_k if catalog.experts else 1)
-                seconds[place] = max(seconds[place], missing_s + last_s)
-                fetched_s += missing_s
+    missing_s = cost.missing_s(catalog, expert_slots, workload)
+    waits = [
+        missing_s if catalog.groups[piece.group_index].kind == "experts" else 0.0
+        for piece in pieces
+    ]
     computing_s = dict.fromkeys(active_names, 0.0)
     for piece, piece_s in zip(pieces, seconds, strict=True):
         computing_s[piece.lane] += piece_s
@@ -121,7 +117,7 @@ def simulate_parts(
         base = step * num_reads
         lane_s = dict.fromkeys(active_names, now_s)
         group_index, barrier_s = 0, now_s
-        for piece, piece_s in zip(pieces, seconds, strict=True):
+        for piece, piece_s, wait_s in zip(pieces, seconds, waits, strict=True):
             if piece.group_index != group_index:
                 group_index, barrier_s = piece.group_index, max(lane_s.values())
             start_s = max(lane_s[piece.lane], barrier_s)
@@ -138,7 +134,7 @@ def simulate_parts(
                 next_read = max(next_read, end)
                 # A block that two lanes share was timed for the first of them: it came last.
                 start_s = max(start_s, disk_s)
-            end_s = start_s + piece_s
+            end_s = start_s + piece_s + wait_s
             lane_s[piece.lane] = end_s
             for read in range(base + piece.first_ordinal, end):
                 freed[read] = max(freed[read], end_s)
@@ -151,7 +147,7 @@ def simulate_parts(
     busy_s = dict.fromkeys((lane.name for lane in lanes), 0.0)
     for piece, piece_s in zip(pieces, seconds, strict=True):
         busy_s[piece.lane] += piece_s
-    busy_s[DISK_LANE] = sum(read_s) + fetched_s
+    busy_s[DISK_LANE] = sum(read_s) + _fetching_s(catalog, expert_slots, cost, workload)
     if len(finished) >= MIN_STEPS:
         half = len(finished) // 2
         step_s = (finished[-1] - finished[half - 1]) / (len(finished) - half)
@@ -166,15 +162,15 @@ def simulate_parts(
     )
 
 
-def _missing_experts_s(catalog: Catalog, slots: int, cost: CostModel, workload: Workload) -> float:
-    """Seconds of reading, per layer, what a step's rows choose and RAM has not."""
+def _fetching_s(catalog: Catalog, slots: int, cost: CostModel, workload: Workload) -> float:
+    """Seconds of the disk lane in a step, reading experts that RAM has not."""
     experts = catalog.experts
     if experts is None or slots >= experts.total:
         return 0.0
     is_decode = workload.phase == "decode"
-    nbytes = missing_nbytes_of_layer(experts, slots, workload.rows, is_decode=is_decode)
-    bytes_per_s = cost.disk_bytes_per_s(experts.held_nbytes, contended=False)
-    return nbytes / bytes_per_s * cost.disk_drift
+    missing = missing_of_layer(experts, slots, workload.rows, is_decode=is_decode)
+    nbytes = experts.num_layers * missing * experts.held_nbytes
+    return cost.experts_read_s(experts, nbytes) * cost.disk_drift
 
 
 def missing_embedding(catalog: Catalog, resident: Sequence[bool]) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from shadowlane.planner.catalog import Block, Catalog, Group, GroupKind
-from shadowlane.planner.placement import PAGE_NBYTES
+from dataclasses import replace
+
+from shadowlane.planner.catalog import Block, Catalog, Experts, Group, GroupKind
+from shadowlane.planner.placement import PAGE_NBYTES, whole_pages
 
 UNIT_ROWS = 16
 HEAD_DIM = 64
@@ -88,3 +90,31 @@ def llama_catalog(
         page_nbytes=page_tokens * layers * heads_kv * HEAD_DIM * 2 * ELEMENT_NBYTES,
         max_context=max_context,
     )
+
+
+def mixture_catalog(
+    *,
+    num_experts: int = 16,
+    top_k: int = 4,
+    expert_inner: int = 256,
+    layers: int = 4,
+    hidden: int = 512,
+    **llama: int,
+) -> Catalog:
+    """The same with a router and routed experts beside each MLP, which is the shared expert then.
+
+    The router's weights are left out: they are too small to matter to a plan.
+    """
+    dense = llama_catalog(layers=layers, hidden=hidden, **llama)  # type: ignore[arg-type]
+    groups: list[Group] = []
+    for group in dense.groups:
+        if group.kind == "gate_up":
+            layer = group.layer
+            flops = 2 * top_k * 3 * expert_inner * hidden
+            groups.append(Group(f"{layer}.router", "router", layer, "bf16", 1, hidden, (), 0))
+            groups.append(Group(f"{layer}.experts", "experts", layer, "bf16", 1, hidden, (), flops))
+        groups.append(group)
+    nbytes = 3 * expert_inner * hidden * ELEMENT_NBYTES
+    held = whole_pages(nbytes)
+    experts = Experts(layers, num_experts, top_k, nbytes, held, held)
+    return replace(dense, groups=tuple(groups), experts=experts)

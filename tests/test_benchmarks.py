@@ -340,3 +340,14 @@ def test_a_commands_outcome_is_kept() -> None:
 
     done, _, _ = run_limited(["/bin/sh", "-c", "echo fine; exit 3"], None, timeout_s=60)
     assert (done.returncode, done.stdout) == (3, "fine\n")
+
+
+def test_a_difference_in_perplexity_is_known_better_than_the_perplexities() -> None:
+    from perplexity import difference
+
+    theirs = np.random.default_rng(0).exponential(3.0, 1000)
+    ours = theirs + np.tile([0.01, 0.03], 500)
+    relative, error = difference(ours.tolist(), theirs.tolist())
+    assert relative == pytest.approx(np.exp(0.02) - 1)
+    assert error == pytest.approx(np.exp(0.02) * 0.01 / np.sqrt(999))
+    assert difference(theirs.tolist(), theirs.tolist()) == (0.0, 0.0)

@@ -18,6 +18,8 @@ from shadowlane.ops.files.checked import FileStamp
 from shadowlane.ops.files.gguf_container import LongArray, read_long_array
 from shadowlane.ops.layouts import LAYOUTS
 
+RAW = "u8"  # bytes that are no numbers by themselves: blocks and scales that lie apart
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
@@ -31,7 +33,8 @@ class TensorSource:
     offset: int  # of the first byte in that file
     nbytes: int
     shape: tuple[int, ...]  # (rows, cols), row after row; stacked experts: (experts, rows, cols)
-    layout: str  # key of LAYOUTS
+    layout: str  # key of LAYOUTS, or RAW
+    step: int = 1  # elements from one to the next: 2 where those of another lie between
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ tensors one after the other. Every claim of the header is checked before anythin
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -16,12 +17,14 @@ from typing import Any
 
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.files.base import (
+    RAW,
     ModelFiles,
     TensorSource,
     make_fingerprint,
     tensor_nbytes,
 )
 from shadowlane.ops.files.checked import CheckedFile, FileStamp
+from shadowlane.ops.files.gpt_oss import PACKED_PART, with_own_names
 
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the reference implementation
 MAX_JSON_NBYTES = 100_000_000  # config.json and the index; real ones stay below 10 MB
@@ -61,6 +64,8 @@ def open_directory(root: Path) -> ModelFiles:
         raise ModelError(f"{root}: a model must hold tensors; its files name none")
     if config.get("model_type") == "mixtral":
         tensors = _with_common_names(root, tensors)
+    elif config.get("model_type") == "gpt_oss":
+        tensors = with_own_names(tensors)
     return ModelFiles(
         root=root,
         kind="safetensors",
@@ -215,7 +220,7 @@ def read_safetensors_header(
                 offset=start_of_data + start,
                 nbytes=end - start,
                 shape=tuple(entry["shape"]),
-                layout=_LAYOUT_OF_DTYPE[entry["dtype"]],
+                layout=_layout_of(name, entry["dtype"]),
             )
     return tensors, header, stamp
 
@@ -241,8 +246,9 @@ def _check_entry(path: Path, name: str, entry: object, is_used: bool) -> tuple[i
         or span[0] > span[1]
     ):
         raise ModelError(f"{where}: data_offsets must be [start, end]; got {span!r:.60}")
-    if dtype in _LAYOUT_OF_DTYPE:
-        expected = tensor_nbytes(_LAYOUT_OF_DTYPE[dtype], shape)
+    if dtype in _LAYOUT_OF_DTYPE or _is_raw(name, dtype):
+        layout = _layout_of(name, dtype)
+        expected = math.prod(shape) if layout == RAW else tensor_nbytes(layout, shape)
         if span[1] - span[0] != expected:
             raise ModelError(
                 f"{where}: {dtype} of shape {shape} has {expected} bytes; "
@@ -251,6 +257,14 @@ def _check_entry(path: Path, name: str, entry: object, is_used: bool) -> tuple[i
     elif is_used:
         raise ModelError(f"{where}: dtype must be F32, F16 or BF16; got {dtype!r:.60}")
     return span[0], span[1]
+
+
+def _is_raw(name: str, dtype: str) -> bool:
+    return dtype == "U8" and PACKED_PART.fullmatch(name) is not None
+
+
+def _layout_of(name: str, dtype: str) -> str:
+    return RAW if _is_raw(name, dtype) else _LAYOUT_OF_DTYPE[dtype]
 
 
 def _check_spans(path: Path, spans: dict[str, tuple[int, int]], data_nbytes: int) -> None:

@@ -7,10 +7,13 @@ is wrong in a program deserves more than the error of whatever meets it first.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from shadowlane.models import is_dense
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PackName = Literal["q8_0", "q4_0", "q4_1"]
@@ -73,6 +76,32 @@ def check_model(model: Any) -> str:
             f"got {shown(model)}"
         )
     return str(model)
+
+
+def check_routing(model: Any, trace: Any, replay: Any) -> None:
+    """Refuse files of routing that cannot be, and models that are known to have no experts.
+
+    trace: the file to be written, replay: the file to be read, where there are. Of a model that is
+    not here yet no more than its config.json is fetched. What only the contents of either tell is
+    for the engine to say. Raises ValueError, OSError.
+    """
+    if trace is None and replay is None:
+        return
+    from shadowlane.planner.routing_files import READ_ENDINGS, WRITTEN_ENDINGS, check_ending
+
+    if replay is not None:
+        check_ending(Path(replay), READ_ENDINGS, "replay_routing")
+        with Path(replay).open("rb"):
+            pass
+    if trace is not None:
+        path = Path(trace)
+        check_ending(path, WRITTEN_ENDINGS, "trace_routing")
+        if path.is_dir() or not path.parent.is_dir():
+            raise ValueError(f"trace_routing must be a file in a directory that exists; got {path}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"trace_routing must be a file that may be written; got {path}")
+    if is_dense(str(model)):
+        raise ValueError(f"routing is of mixtures of experts; {model} has none")
 
 
 def check_progress(progress: Any) -> Callable[[str, float | None], None]:

@@ -19,6 +19,7 @@ from shadowlane.arguments import (
     PACK_NAMES,
     check_model,
     check_progress,
+    check_routing,
     lane_shares,
     one_of,
     switch,
@@ -385,10 +386,11 @@ def _expand(asked: bool | None, *, is_budget_named: bool) -> Expand:
 
 
 def check_spec(spec: ServiceSpec) -> None:
-    """Refuse what cannot run before anything is started. Reads headers only."""
-    from shadowlane.actors.preview import preview
+    """Refuse what cannot run before anything is started. Reads headers and the tokenizer."""
+    from shadowlane.actors.preview import check_tokenizer, preview
 
     preview(spec)
+    check_tokenizer(spec)
 
 
 def fit_cluster(spec: ServiceSpec, is_asked: bool) -> ServiceSpec:
@@ -442,6 +444,7 @@ def _prepare(
     name = check_model(model)
     if weights is not None:
         one_of("weights", weights, PACK_NAMES)
+    check_routing(name, options.get("trace_routing"), options.get("replay_routing"))
     spec = make_spec(Path(), **options)
     path, notes = _chosen_weights(resolve_model(name, tell), weights, tell)
     return replace(spec, root=path.absolute(), notes=(*notes, *spec.notes))

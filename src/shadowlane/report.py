@@ -79,7 +79,7 @@ def summary(stats: Json) -> RenderableType:
     """What one run did: speeds, bytes per tier, busy lanes, predicted and measured time."""
     plan: Json = stats["plan"]
     emulated = " (emulated)" if stats["emulated"] else ""
-    tiers = ", ".join(f"{tier} {size(nbytes)}" for tier, nbytes in plan["tiers"].items())
+    tiers: Json = plan["tiers"]
     replans = plan["replans"]
     rows = [
         (
@@ -94,10 +94,14 @@ def summary(stats: Json) -> RenderableType:
         ),
         (
             "per token",
-            f"{seconds(stats.get('predicted_step_s'))} predicted, "
+            f"{seconds(stats.get('predicted_step_s'))} predicted{_at_hits(stats)}, "
             f"{seconds(stats.get('measured_step_s'))} measured{emulated}",
         ),
-        ("weights", tiers),
+        (
+            "weights",
+            f"{size(tiers['ram'])} in RAM, {size(tiers['disk'])} only on disk; "
+            f"{size(plan['read_nbytes_per_token'])} read for each token",
+        ),
         *_expert_facts(stats),
         ("plan", f"{plan['plan_id']}, re-planned {replans} time{'' if replans == 1 else 's'}"),
         ("load", seconds(stats["load_s"])),
@@ -119,15 +123,33 @@ def summary(stats: Json) -> RenderableType:
     return Lines(*parts)
 
 
+def _at_hits(stats: Json) -> str:
+    """Of a mixture: what the prediction would have been, had it known how often the cache hits."""
+    at_hits = stats.get("predicted_at_hits_step_s")
+    return "" if at_hits is None else f" ({seconds(at_hits)} for the hits below)"
+
+
+#: What an expected hit rate rests on, by its source.
+_SOURCES = {
+    "assumed": "assumed, as nothing is known yet of how its routers choose",
+    "remembered": "from what earlier runs chose",
+    "measured": "measured in this run",
+}
+
+
 def _expert_facts(stats: Json) -> list[tuple[str, str]]:
     """Of a mixture: how many of the chosen experts were in RAM, and what the others cost."""
     experts: Json | None = stats.get("experts")
     if not experts:
         return []
     rate = experts["hit_rate"]
-    found = "-" if rate is None else f"{100 * rate:.1f} % of the chosen were in RAM"
-    read = f", {size(experts['read_nbytes_per_token'])} read for each token"
-    rows = [("experts", f"{experts['slots']} of {experts['of']} in RAM; {found}{read}")]
+    found = "-" if rate is None else f"{100 * rate:.1f} % of the chosen were there"
+    if rate is not None and experts["slots"] < experts["of"]:
+        expected = f"{100 * experts['expected_hit_rate']:.0f} % expected"
+        found += f" ({expected}, {_SOURCES[experts['expected_from']]})"
+    if rate is not None and experts["early_hit_rate"]:
+        found += f", {100 * experts['early_hit_rate']:.1f} % more were read ahead in time"
+    rows = [("experts", f"{experts['slots']} of {experts['of']} in RAM; {found}")]
     if experts["slots"] == experts["of"]:
         return rows
     switches = experts["policy_switches"]
@@ -141,7 +163,8 @@ def _expert_facts(stats: Json) -> list[tuple[str, str]]:
             f"{100 * look['recall']:.0f} % of the chosen were guessed a layer ahead; of "
             f"{look['early_reads']} early reads {used}{rest}"
         )
-    return [*rows, ("kept by", f"{experts['policy']}{changed}"), ("look-ahead", guess)]
+    kept = f"{experts['kept']} ({experts['policy']}){changed}"
+    return [*rows, ("kept", kept), ("look-ahead", guess)]
 
 
 def plan_report(plan: Json, by_group: bool = False) -> RenderableType:
@@ -176,6 +199,7 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
     if parts.get("experts"):
         experts = f"{plan['expert_slots']} experts {size(parts['experts'])}, "
     copies = f"expanded copies {size(parts['expanded'])}, " if parts.get("expanded") else ""
+    reads = "are expected to be" if experts else "are"
     slots = f"ring of {plan['num_slots']} slots {size(parts['slots'])}, " if parts["slots"] else ""
     return [
         ("strategy", f"{plan['strategy']}: {plan['why']}"),
@@ -191,14 +215,16 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
         (
             "on disk",
             f"weights {size(plan['tiers']['disk'])}; "
-            f"{size(plan['read_nbytes_per_step'])} are read for each token",
+            f"{size(plan['read_nbytes_per_step'])} {reads} read for each token",
         ),
         (
             "predicted",
             f"decode {rate(predicted['decode_tok_per_s'])} "
             f"({seconds(predicted['decode_step_s'])} a token), "
-            f"prompt {rate(predicted['prefill_tok_per_s'])}{guess}",
+            f"prompt {rate(predicted['prefill_tok_per_s'])} in chunks of "
+            f"{predicted['prefill_rows']}{guess}",
         ),
+        *_expected(plan.get("expected_hits")),
         ("busy", f"{lanes}; bottleneck {predicted['bottleneck']}"),
         (
             "bounds",
@@ -206,6 +232,17 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
             f"({predicted['resource']}), nor below "
             f"{seconds(predicted['critical_path_bound_s'])} on the critical path",
         ),
+    ]
+
+
+def _expected(hits: Json | None) -> list[tuple[str, str]]:
+    """Of a mixture: what the prediction rests on."""
+    if hits is None:
+        return []
+    source = _SOURCES[hits["source"]]
+    tokens = f", {hits['tokens']} tokens" if hits["tokens"] else ""
+    return [
+        ("rests on", f"{100 * hits['rate']:.0f} % of the chosen experts in RAM: {source}{tokens}")
     ]
 
 
@@ -373,12 +410,17 @@ def bench_object(model: str, rows: Sequence[BenchRow], stats: Json) -> dict[str,
 
 def bench_markdown(model: str, rows: Sequence[BenchRow], stats: Json) -> str:
     """The same as a Markdown table, to be pasted beside other engines' tables."""
-    tiers = stats["plan"]["tiers"]
+    plan: Json = stats["plan"]
     emulated = " (emulated)" if stats["emulated"] else ""
-    head = ("model", *tiers, "bottleneck", "test", "tok/s" + emulated)
+    places = {
+        "in RAM": plan["tiers"]["ram"],
+        "only on disk": plan["tiers"]["disk"],
+        "read per token": plan["read_nbytes_per_token"],
+    }
+    head = ("model", *places, "bottleneck", "test", "tok/s" + emulated)
     lines = [head, ("---",) * (len(head) - 1) + ("---:",)]
     for row in rows:
         speed = f"{row.mean:.2f} ± {row.deviation:.2f}"
-        places = [size(nbytes) for nbytes in tiers.values()]
-        lines.append((model, *places, stats["bottleneck"], row.test, speed))
+        sizes = [size(nbytes) for nbytes in places.values()]
+        lines.append((model, *sizes, stats["bottleneck"], row.test, speed))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

@@ -22,7 +22,7 @@ from shadowlane.actors.expert_reader import ExpertReader
 from shadowlane.actors.lowering import make_geometry
 from shadowlane.actors.predecessor import start_of, take_over, wait_until_gone
 from shadowlane.actors.scratch import route_layout
-from shadowlane.ops import missing_experts as reads
+from shadowlane.ops import expert_board as boards
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import WAIT_OK, counter_value, wait_counter
 from shadowlane.ops.expert_walk import finish_expert
@@ -117,7 +117,7 @@ class Alone:
         """These are the victims, in this order."""
         lists = np.array([keys], np.int64).reshape(1, -1)
         layers = np.zeros(LAYERS, np.int64)
-        reads.set_victims(self.reader._board, lists, self.words.copy(), layers)
+        boards.set_victims(self.reader._board, lists, self.words.copy(), layers)
 
     def assert_holds(self, key: int) -> None:
         slot = int(self.words[key] & SLOT_MASK) - 1
@@ -222,7 +222,7 @@ def test_victims_that_were_used_since_stay(model: Path) -> None:
         assert second not in alone.resident()
         assert {first, third, *missing[:2]} <= alone.resident()
         # the list gave one; the other is one of those whose use was longest ago
-        assert alone.state[reads.NUM_OLDEST] == 1
+        assert alone.state[boards.NUM_OLDEST] == 1
 
 
 def test_what_was_used_longest_ago_goes_where_no_victim_is_known(model: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_wrong_guess_that_has_not_begun_is_withdrawn(model: Path) -> None:
     alone = Alone(model, 8)
     alone.reader.start()
     missing = [each for each in range(EXPERTS) if EXPERTS + each not in alone.resident()][:3]
-    counts = np.zeros(reads.PASSED + 1 - reads.RIGHT, np.int64)
+    counts = np.zeros(boards.PASSED + 1 - boards.RIGHT, np.int64)
     with threads_of(alone, alone.reader.serve):  # nobody reads yet
         alone.choose(0, [0, 1])
         alone.let_go(*sorted(alone.resident() - {0, 1}))
@@ -281,14 +281,15 @@ def test_a_wrong_guess_that_has_not_begun_is_withdrawn(model: Path) -> None:
             for expert in missing[1:]:
                 alone.assert_holds(EXPERTS + expert)
     assert EXPERTS + missing[0] not in alone.resident()
-    reads.take_counts(alone.reader._board, counts)
-    right, wrong, named, chosen, withdrawn, _ = counts.tolist()
+    boards.take_counts(alone.reader._board, counts)
+    right, wrong, named, chosen, withdrawn, early_hits, _ = counts.tolist()
     assert (right, wrong, named, chosen, withdrawn) == (0, 0, 1, TOP_K, 1)
+    assert early_hits == 0
 
 
 def test_a_read_that_fails_names_its_file(model: Path) -> None:
     alone = Alone(model, 4)
-    alone.reader._board.extents[:, reads.DESCRIPTOR] = -1
+    alone.reader._board.extents[:, boards.DESCRIPTOR] = -1
     thread = threading.Thread(target=alone.lane.run, daemon=True)
     thread.start()
     alone.choose(1, [14, 15])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,24 +13,40 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from inprocess import ONE_THREAD, TWO_LANES, TWO_THREADS, InProcess, collect, cut, running
-from mixture_files import round_experts, write_mixture_gguf, write_stacked
+from inprocess import AMPLE, ONE_THREAD, TWO_LANES, TWO_THREADS, InProcess, collect, cut, running
+from mixture_files import (
+    round_experts,
+    write_mixture_gguf,
+    write_published_gpt_oss,
+    write_stacked,
+)
 from tiny import MIXTURES, reference_logits, tiny_tokens
+from typer.testing import CliRunner
 
+from shadowlane.actors import arranged_experts
 from shadowlane.actors.blueprint import Options, read_blueprint
 from shadowlane.actors.disk_lane import EXPERT_NBYTES
+from shadowlane.actors.expert_reader import EARLY_HITS, NUM_EXPERT_STATISTICS, ExpertStatistics
+from shadowlane.actors.hosts import ThreadHost
+from shadowlane.actors.measure import measure_groups
 from shadowlane.actors.routing import routed_model
+from shadowlane.actors.service import Service
+from shadowlane.cli import app
 from shadowlane.ops.errors import ModelError
+from shadowlane.planner.chooser import Chooser
+from shadowlane.planner.cost import CostModel, Workload
+from shadowlane.planner.hit_rate import with_measured
+from shadowlane.planner.look_ahead import LookAhead, LookAheadSettings
 from shadowlane.planner.placement import InfeasiblePlan
-from shadowlane.planner.routing import NOBODY
-from shadowlane.planner.routing_files import TraceWriter, read_trace
+from shadowlane.planner.profile import Profile
+from shadowlane.planner.routing import NOBODY, synthesize
+from shadowlane.planner.routing_files import TraceWriter, read_trace, write_trace
 from shadowlane.planner.search import SPARE_EXPERTS
 
 TOLERANCE = 1e-4  # float32 against float32, largest difference of any logit
 NUM_TOKENS = 75
 OPTIONS = Options(context=128, prefill_chunk=64, dtype="float32")
-IN_DIRECTORIES = [name for name in MIXTURES if not name.startswith("gpt-oss")]
-IN_GGUF_ONLY = [name for name in MIXTURES if name.startswith("gpt-oss")]
+GPT_OSS = ["gpt-oss", "gpt-oss-plain"]
 MANY = "qwen3-moe-norm"  # a family with experts enough to keep few of them
 
 
@@ -48,13 +65,13 @@ def assert_logits(model: Path, reference: Path, cores: Sequence[Sequence[int]]) 
         assert np.abs(ours - theirs).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", IN_DIRECTORIES)
+@pytest.mark.parametrize("family", MIXTURES)
 def test_logits_equal_those_of_transformers(tiny_model: Callable[..., Path], family: str) -> None:
     model = tiny_model(family)
     assert_logits(model, model, TWO_THREADS)
 
 
-@pytest.mark.parametrize("family", IN_GGUF_ONLY)
+@pytest.mark.parametrize("family", GPT_OSS)
 def test_gpt_oss_from_gguf(tiny_model: Callable[..., Path], tmp_path: Path, family: str) -> None:
     """Sinks, biases of experts, a clamped activation; the limit is that of the architecture."""
     model = tiny_model(family, swiglu_limit=7.0)
@@ -100,6 +117,28 @@ def test_packed_experts(tiny_model: Callable[..., Path], tmp_path: Path, kind: s
     assert np.median(errors) < 0.02
 
 
+def test_published_gpt_oss(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """The bits of the same weights in GGUF; and, where its experts are expanded, the logits of
+    transformers, which expands all of them."""
+    # so many experts per token that every one gets enough rows of a chunk to be expanded
+    model = tiny_model("gpt-oss", swiglu_limit=7.0, hidden_size=128, num_experts_per_tok=5)
+    published = write_published_gpt_oss(model, tmp_path / "published")
+    layout = gguf.GGMLQuantizationType.MXFP4
+    path = write_mixture_gguf(model, tmp_path / "model.gguf", kind=layout)
+    tokens = tiny_tokens(NUM_TOKENS)
+    for chunk in (64, 20, 8, 1):
+        options = replace(OPTIONS, logit_rows=chunk)
+        with running(published, options=options) as engine:
+            ours = engine.logits(tokens)
+        with running(path, options=options) as engine:
+            assert np.array_equal(engine.logits(tokens), ours)
+    tokens = tiny_tokens(100)
+    options = replace(OPTIONS, prefill_chunk=100, logit_rows=100)
+    with running(published, options=options) as engine:
+        ours = engine.logits(tokens)
+    assert np.abs(ours - reference_logits(published, tokens, None, "float32")).max() <= TOLERANCE
+
+
 # -- residency
 
 
@@ -122,11 +161,19 @@ def read_nbytes(engine: InProcess) -> int:
 
 
 @pytest.mark.parametrize("cores", [ONE_THREAD, TWO_THREADS, TWO_LANES])
-@pytest.mark.parametrize("family", ["mixtral", MANY, "qwen2-moe"])
+@pytest.mark.parametrize("family", ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"])
 def test_tokens_do_not_depend_on_what_is_in_ram(
-    tiny_model: Callable[..., Path], family: str, cores: Sequence[Sequence[int]]
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    cores: Sequence[Sequence[int]],
 ) -> None:
-    model = tiny_model(family)
+    if family == "published":
+        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
+    else:
+        model = tiny_model(family)
+    monkeypatch.setattr(arranged_experts, "PIECE_NBYTES", 4000)  # a tensor is in many pieces
     experts = cut(model, OPTIONS, cores).catalog.experts
     assert experts is not None
     prompt = tiny_tokens(40)
@@ -281,17 +328,129 @@ def test_what_a_run_tells_of_its_experts(tiny_model: Callable[..., Path]) -> Non
         collect(sequence)
         told = run.engine.expert_use(sequence)
         assert told is not None
-        resident, chosen, read = sequence.use_after.experts
+        resident, early, chosen, read = sequence.use_after.experts
         # the last token is given without a step of its own
         assert chosen == 15 * experts.num_layers * experts.top_k
         assert 0 < resident < chosen
         assert told["hit_rate"] == resident / chosen
+        assert told["early_hit_rate"] == early / chosen
+        assert 0 <= early <= told["look_ahead"]["early_reads"]
         assert 0 < read <= read_nbytes(run)
         assert (told["slots"], told["of"]) == (slots, experts.total)
     with running(tiny_model("llama2")) as run:
         sequence = run.submit(tiny_tokens(30), 4)
         collect(sequence)
         assert run.engine.expert_use(sequence) is None
+
+
+def test_experts_of_prompts_are_counted_as_moved(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_model(MANY)
+    routing = tmp_path / "routes.jsonl"
+    with running(model, options=OPTIONS, trace_routing=routing) as run:
+        sequence = run.submit(tiny_tokens(90), 3)  # chunks of 64 and 26 rows, then two of one
+        collect(sequence)
+        experts = run.engine.blueprint.catalog.experts
+        assert experts is not None
+        dense = sum(run.engine._step_nbytes(run.engine.placement))
+        moved = run.engine.lane_use(sequence)["cpu:0"][1]
+    chosen = [len(ids) for step in read_trace(routing).passes() for _, ids in step.routes]
+    assert len(chosen) == 4 * experts.num_layers
+    assert moved == 4 * dense + sum(chosen) * experts.nbytes
+
+
+def test_a_summary_names_ram_disk_and_reads_truly(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model(MANY)
+    experts = cut(model, OPTIONS, TWO_THREADS).catalog.experts
+    assert experts is not None
+    slots = experts.total // 2
+    with running(model, options=OPTIONS, ram=budget_for(model, slots, TWO_THREADS, OPTIONS)) as run:
+        service = Service(ThreadHost())
+        service._engine = run.engine
+        for length in (1, 9):
+            sequence = service._last = run.submit(tiny_tokens(30), length)
+            collect(sequence)
+            plan = service.stats()["plan"]
+            placement = run.engine.placement
+            blocks = run.engine.blueprint.catalog.blocks
+            gathered = sum(b.held_nbytes for b in blocks if not placement.resident[b.index])
+            assert plan["tiers"] == {
+                "ram": placement.weights_nbytes + slots * experts.slot_nbytes,
+                "disk": gathered + (experts.total - slots) * experts.held_nbytes,
+            }
+            assert (plan["read_nbytes_per_token"] is None) == (length == 1)
+        used = sequence.use_after.experts.read_nbytes - sequence.use_before.experts.read_nbytes
+        assert plan["read_nbytes_per_token"] == used // 8
+        service._engine = None
+
+
+def test_what_a_missing_expert_costs_is_measured(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model(MANY)
+    experts = cut(model, OPTIONS, ONE_THREAD).catalog.experts
+    assert experts is not None
+    found = measure_groups((0,), model, OPTIONS, AMPLE)
+    figure = found["experts"]
+    assert (figure.nbytes, figure.contended_bytes_per_s) == (
+        experts.held_nbytes,
+        figure.bytes_per_s,
+    )
+    assert figure.bytes_per_s > 0
+    assert found["miss_s"] >= 0
+    assert found["chunk_miss_s"] >= experts.held_nbytes / figure.bytes_per_s
+    cost = CostModel(Profile("h", "m", disk=(figure,), miss_s=2.0, chunk_miss_s=3.0))
+    catalog = with_measured(cut(model, OPTIONS, ONE_THREAD).catalog, 1, 0.25, 99)
+    assert cost.missing_s(catalog, 1, Workload("decode", 1)) == pytest.approx(
+        2.0 * 0.75 * experts.top_k
+    )
+    chunk = cost.missing_s(catalog, 1, Workload("prefill", 10_000))
+    assert chunk == pytest.approx(3.0 * experts.per_layer * (1 - 1 / experts.total))
+    assert cost.missing_s(catalog, experts.total, Workload("prefill", 64)) == 0
+    assert "miss_s" not in measure_groups((0,), tiny_model("llama2"), OPTIONS, AMPLE)
+
+
+def test_a_simulation_holds_what_a_run_holds(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_model(MANY)
+    routing = tmp_path / "routes.jsonl"
+    options = Options(dtype="float32")
+    slots = cut(model, OPTIONS, TWO_THREADS).catalog.experts.total // 2
+    # a longer context takes more scratch too
+    for context, more, asked in ((128, 0, ("--ctx-size", "128")), (None, 900_000, ())):
+        options = replace(options, context=context)
+        ram = budget_for(model, slots, TWO_THREADS, replace(options, context=128)) + more
+        with running(model, options=options, ram=ram, trace_routing=routing) as engine:
+            engine.generate(tiny_tokens(20), 10)
+            placement = engine.engine.placement
+        result = CliRunner().invoke(
+            app,
+            ["simulate", str(model), "--routing", str(routing), "--ram", f"{ram}B", "--json",
+             "--cpu-threads", "2", "--dtype", "float32", *asked],
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        said = json.loads(result.stdout)
+        assert said["slots"] == placement.expert_slots
+        assert said["title"] == model.name
+        assert said["run"] == {
+            "ram": placement.ram,
+            "dense_nbytes": placement.weights_nbytes,
+            "experts_nbytes": placement.experts_nbytes,
+            "kv_nbytes": placement.kv_nbytes,
+            "context_tokens": placement.context_tokens,
+            "scratch_nbytes": placement.scratch_nbytes + placement.constants_nbytes,
+        }
+
+
+def test_routing_of_another_shape_is_refused(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    routing = tmp_path / "routes.jsonl"
+    write_trace(routing, synthesize(num_tokens=8, num_layers=2, num_experts=4, top_k=1))
+    arguments = ["simulate", str(tiny_model(MANY)), "--routing", str(routing), "--ram", "1"]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: the routing trace must be of " in result.stderr
 
 
 def test_a_budget_below_what_every_token_needs_names_the_sum(
@@ -308,3 +467,13 @@ def test_a_budget_below_what_every_token_needs_names_the_sum(
         running(model, options=OPTIONS, ram=least - 4096),
     ):
         pass
+
+
+def test_early_hits_outlive_the_lane_that_counted_them() -> None:
+    fields = np.zeros(NUM_EXPERT_STATISTICS, np.int64)
+    chooser = Chooser(2, 8, 2, 6)
+    for early_hits, total in ((5, 5), (0, 5), (2, 7)):
+        statistics = ExpertStatistics(fields)  # of a lane that has been started again
+        statistics.tell(LookAhead(LookAheadSettings(), early_hits=early_hits), chooser)
+        statistics.tell(LookAhead(LookAheadSettings(), early_hits=early_hits), chooser)
+        assert fields[EARLY_HITS] == total

@@ -43,9 +43,13 @@ from shadowlane.actors.arena import check_room
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.engine import Engine, EngineError
 from shadowlane.actors.hosts import LaneDied, Pending, Remote, ThreadHost
+from shadowlane.actors.preview import check_tokenizer
 from shadowlane.actors.sequence import Output
 from shadowlane.actors.sequence import Sequence as RunningSequence
+from shadowlane.actors.service import Service
+from shadowlane.actors.spec import ServiceSpec
 from shadowlane.ops import aten
+from shadowlane.ops.errors import ModelError
 from shadowlane.ops.sampling import SamplingParams
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
@@ -465,3 +469,27 @@ def test_an_arena_that_does_not_fit_is_refused_by_name() -> None:
     assert "control group /job leaves 1.00 GiB" in str(refused.value)
     with pytest.raises(MemoryError, match=r"needs 1024 TiB of RAM; .* leaves"):
         check_room(1 << 50)
+
+
+def test_a_broken_tokenizer_is_told_before_anything_is_measured_or_loaded(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(copytree(tiny_model("llama2"), tmp_path / "model"))
+    (model / "tokenizer.json").write_text('{"version": "1.0", "model"')
+    settings = inprocess.EngineSettings(ram=inprocess.AMPLE, cores=inprocess.ONE_THREAD)
+    spec = ServiceSpec(model, Options(), settings)
+
+    def find_profile(*_: object) -> None:
+        raise AssertionError("nothing must be measured")
+
+    monkeypatch.setattr(Service, "_find_profile", find_profile)
+    host = ThreadHost()
+    service = Service(host)
+    try:
+        with pytest.raises(ModelError, match=r"tokenizer\.json: must be a tokenizer"):
+            service.start(spec)
+    finally:
+        service.close()
+        host.close()
+    with pytest.raises(ModelError, match=r"tokenizer\.json: must be a tokenizer"):
+        check_tokenizer(spec)

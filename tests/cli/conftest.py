@@ -28,6 +28,7 @@ PLAN = {
     "replans": 1,
     "predicted_decode_tok_per_s": 21.5,
     "tiers": {"ram": 48 << 20, "disk": 45 << 20},
+    "read_nbytes_per_token": 44 << 20,
 }
 
 

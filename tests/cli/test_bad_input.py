@@ -15,6 +15,8 @@ import pytest
 from typer.testing import Result
 
 from shadowlane.cli import errors
+from shadowlane.llm import _prepare
+from shadowlane.models import is_dense
 from shadowlane.ops.errors import ModelError
 
 from .conftest import FakeEngine
@@ -65,6 +67,65 @@ def test_a_prompt_must_be_text(
     (tmp_path / "prompt").write_bytes(b"\xff\xfe\x00")
     assert "text must be UTF-8" in fails("run", model_dir, "-f", tmp_path / "prompt")
     assert "a prompt is needed: -p TEXT, -f FILE" in fails("run", model_dir, input="")
+
+
+def test_files_of_routing_are_looked_at_first(
+    fails: Fails,
+    engine: FakeEngine,
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, message in (
+        ("routes.txt", "--trace-routing must end in .jsonl or .jsonl.gz; got "),
+        ("routes.csv", "--trace-routing must end in .jsonl or .jsonl.gz; got "),
+        ("none/routes.jsonl", "--trace-routing must be a file in a directory that exists; got "),
+    ):
+        path = tmp_path / name
+        assert message + str(path) in fails("run", model_dir, "-p", "x", "--trace-routing", path)
+        assert not path.exists()
+    (tmp_path / "folder.jsonl").mkdir()
+    message = "--trace-routing must be a file in a directory that exists"
+    assert message in fails("run", model_dir, "--trace-routing", tmp_path / "folder.jsonl")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as root, everything may be written
+    message = "--trace-routing must be a file that may be written; got "
+    assert message in fails("run", model_dir, "--trace-routing", tmp_path / "routes.jsonl.gz")
+    message = "--replay-routing must end in .jsonl, .jsonl.gz, .csv or .csv.gz; got "
+    assert message in fails("bench", model_dir, "--replay-routing", tmp_path / "routes.parquet")
+    missing = tmp_path / "missing.csv.gz"
+    message = f"No such file or directory: {missing}"
+    assert message in fails("bench", model_dir, "--replay-routing", missing)
+    assert engine.arguments == {}
+
+
+def test_a_model_that_is_known_to_have_no_experts_is_not_fetched(
+    fails: Fails,
+    engine: FakeEngine,
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fetch(*_: object) -> Path:
+        raise AssertionError("nothing must be fetched")
+
+    monkeypatch.setattr("shadowlane.models._fetch_known", fetch)
+    path = tmp_path / "routes.jsonl"
+    message = "routing is of mixtures of experts; smollm2 has none"
+    assert message in fails("run", "-p", "x", "--trace-routing", path)
+    path.touch()
+    message = f"routing is of mixtures of experts; {model_dir} has none"
+    assert message in fails("run", model_dir, "-p", "x", "--trace-routing", path)
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "llama"}')
+    monkeypatch.setattr("shadowlane.models._hub_config", lambda name: config)
+    message = "routing is of mixtures of experts; org/dense has none"
+    assert message in fails("bench", "org/dense", "--replay-routing", path)
+    config.write_text('{"model_type": "qwen3_moe"}')
+    assert not is_dense("org/mixture")
+    message = "routing is of mixtures of experts; smollm2 has none"
+    assert message in fails("bench", "smollm2", "--replay-routing", path)
+    with pytest.raises(ValueError, match=message):
+        _prepare("smollm2", None, lambda *_: None, trace_routing=path)
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "plan", "profile", "bench", "show"])

@@ -35,7 +35,8 @@ def test_run_prints_text_on_stdout_and_the_rest_on_stderr(
     assert "starting Ray ...\nloading weights ...\n" in result.stderr
     assert result.stderr.count("loading weights") == 1
     assert "note: the context shrinks to 512 tokens" in result.stderr
-    for shown in ("121 tok/s", "21.0 tok/s", "ram 48.0 MiB", "disk 45.0 MiB", "disk:0 (bottleneck)",
+    for shown in ("121 tok/s", "21.0 tok/s", "disk:0 (bottleneck)",
+                  "48.0 MiB in RAM, 45.0 MiB only on disk; 44.0 MiB read for each token",
                   "62 %", "93 %", "46.0 ms predicted", "50.0 ms measured"):  # fmt: skip
         assert shown in result.stderr
 
@@ -231,8 +232,12 @@ def test_bench_leaves_out_the_first_repetition(
     assert engine.arguments["ctx_size"] == 8  # what the longer of the two needs
     table = shadowlane_command("bench", model_dir, "-pp", 0, "-tg", 3, "-r", 2).stdout
     assert engine.arguments["ctx_size"] == 5
-    assert table.splitlines()[0] == "| model | ram | disk | bottleneck | test | tok/s |"
-    assert table.splitlines()[2].endswith("| 48.0 MiB | 45.0 MiB | disk:0 | tg3 | 28.50 ± 0.71 |")
+    assert table.splitlines()[0] == (
+        "| model | in RAM | only on disk | read per token | bottleneck | test | tok/s |"
+    )
+    assert table.splitlines()[2].endswith(
+        "| 48.0 MiB | 45.0 MiB | 44.0 MiB | disk:0 | tg3 | 28.50 ± 0.71 |"
+    )
 
 
 def test_fetch_list_and_version(

@@ -80,6 +80,27 @@ def test_a_missing_figure_is_a_dash() -> None:
     assert "- predicted, 50.0 ms measured" in text
 
 
+def test_hits_are_told_apart_from_what_was_read_ahead() -> None:
+    look = {"is_on": True, "recall": 0.9, "early_reads": 50, "used": 0.8, "withdrawn": 3}
+    experts = {
+        "slots": 4, "of": 16, "hit_rate": 0.5, "early_hit_rate": 0.25, "look_ahead": look,
+        "expected_hit_rate": 0.4, "expected_from": "remembered",
+        "read_nbytes_per_token": 1 << 20, "policy": "mixture/global",
+        "kept": "the most used lately and for long, over all layers", "policy_switches": 1,
+    }  # fmt: skip
+    stats = {**FakeEngine().stats(), "experts": experts, "predicted_at_hits_step_s": 0.048}
+    text = text_of(report.summary(stats))
+    assert "46.0 ms predicted (48.0 ms for the hits below), 50.0 ms measured" in text
+    assert (
+        "4 of 16 in RAM; 50.0 % of the chosen were there (40 % expected, from what earlier runs "
+        "chose), 25.0 % more were read ahead in time"
+    ) in text
+    kept = "the most used lately and for long, over all layers (mixture/global), changed 1 time"
+    assert kept in text
+    none = {**experts, "early_hit_rate": 0.0}
+    assert "read ahead" not in text_of(report.summary({**FakeEngine().stats(), "experts": none}))
+
+
 def test_a_bottleneck_that_is_no_lane_is_still_named() -> None:
     text = text_of(report.summary({**FakeEngine().stats(), "bottleneck": "critical path"}))
     assert "bottleneck: critical path" in text

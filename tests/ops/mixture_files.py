@@ -7,6 +7,7 @@ shapes that they had no part in.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from filemaking import add_field
+from tiny import expanding
 
 ARCHITECTURES = {
     "mixtral": "llama",
@@ -49,13 +51,15 @@ _WHOLE = {
 F32 = gguf.GGMLQuantizationType.F32
 
 
-def load_model(directory: Path) -> Any:
-    """transformers' model of a directory, in the data type that is stored."""
+def load_model(directory: Path, dtype: torch.dtype | str = "auto") -> Any:
+    """transformers' model of a directory, in the data type that is stored where none is named."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, local_files_only=True, **expanding(directory)
+    )
 
 
 def expert_stacks(model: Any, layer: int) -> dict[str, torch.Tensor]:
@@ -108,6 +112,36 @@ def round_experts(directory: Path, out: Path, kind: gguf.GGMLQuantizationType) -
                 if not name.endswith("_bias"):  # the stacks are views: writing goes to the model
                     stack.copy_(torch.from_numpy(_dequantized(_packed(stack, kind), kind)))
     model.save_pretrained(out)
+    return out
+
+
+def write_published_gpt_oss(directory: Path, out: Path, *, max_shard_size: str = "5GB") -> Path:
+    """The GPT-OSS model of `directory` as it is published: experts in MXFP4, in two parts.
+
+    Packed with ggml's reference code, whose blocks are then put into the published order.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    model = load_model(directory)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if not re.fullmatch(r".+\.experts\.(gate_up|down)_proj", name):
+            tensors[name] = tensor.clone()
+            continue
+        blocks = _packed(tensor.swapaxes(1, 2), gguf.GGMLQuantizationType.MXFP4)
+        blocks = blocks.reshape(*blocks.shape[:2], -1, 17)
+        codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
+        neighbours = codes[..., 0::2] | codes[..., 1::2] << 4
+        tensors[f"{name}_blocks"] = torch.from_numpy(neighbours)
+        tensors[f"{name}_scales"] = torch.from_numpy(blocks[..., 0].copy())
+    out.mkdir()
+    save_torch_state_dict(tensors, out, max_shard_size=max_shard_size)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }
+    (out / "config.json").write_text(json.dumps(config))
     return out
 
 

@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import torch
 
+from shadowlane.ops.arrange import arrange
 from shadowlane.ops.decoder import (
     DecoderConfig,
     ExpertMatrix,
@@ -14,7 +15,13 @@ from shadowlane.ops.decoder import (
     read_experts,
 )
 from shadowlane.ops.files import ModelFiles
+from shadowlane.ops.files.base import RAW
 from shadowlane.ops.rope import inv_freq
+from shadowlane.ops.scattered_experts import (
+    ScatteredTensor,
+    has_scattered_experts,
+    read_scattered_experts,
+)
 
 _KINDS = {
     name: gguf.GGMLQuantizationType[name.upper() if "_K" not in name else name.replace("q", "Q")]
@@ -37,7 +44,13 @@ def load_weights(files: ModelFiles) -> dict[str, torch.Tensor]:
     weights = {}
     head_dim = files.config.get("head_dim")
     for name, source in files.tensors.items():
+        if source.layout == RAW:
+            continue  # a part of experts
         raw = np.fromfile(source.path, np.uint8, source.nbytes, offset=source.offset)
+        if source.step != 1:
+            values = _values(raw.reshape(1, -1), source.layout)[0, :: source.step]
+            weights[name] = values.reshape(source.shape)
+            continue
         rows = int(np.prod(source.shape[:-1]))
         values = _values(raw.reshape(rows, -1), source.layout).reshape(source.shape)
         if files.rope_pairing == "interleaved" and (".q_proj." in name or ".k_proj." in name):
@@ -59,8 +72,38 @@ def load_matrix(matrix: ExpertMatrix) -> torch.Tensor:
     return values
 
 
+def load_scattered(tensor: ScatteredTensor, height: int) -> list[torch.Tensor]:
+    """The matrices of a tensor, arranged from `height` rows of the file at a time."""
+    memory = np.zeros(2 << 20, np.uint8)
+    values, scales, out = 3, (1 << 19) + 1, 1 << 20  # reads end up at odd addresses, too
+    for first in range(0, tensor.file_rows, height):
+        count = min(height, tensor.file_rows - first)
+        for path, offset, row_nbytes, at in (
+            (tensor.path, tensor.offset, tensor.file_row_nbytes, values),
+            (tensor.scales_path, tensor.scales_offset, tensor.scales_row_nbytes, scales),
+        ):
+            if offset is not None and row_nbytes:
+                raw = np.fromfile(
+                    path, np.uint8, count * row_nbytes, offset=offset + first * row_nbytes
+                )
+                assert at + raw.size <= (scales if at == values else out)
+                memory[at : at + raw.size] = raw
+        arrange(tensor, first, count, memory, values, scales, out)
+    rows = memory[out : out + tensor.nbytes].reshape(-1, tensor.row_nbytes)
+    assert not memory[out + tensor.nbytes :].any()
+    return list(_values(rows, tensor.layout).chunk(tensor.num_matrices))
+
+
 def load_experts(cfg: DecoderConfig, files: ModelFiles) -> Experts:
     """(gate, up, down) of each expert, [sparse layer][expert]"""
+    if has_scattered_experts(cfg, files.tensors):
+        return tuple(
+            tuple(
+                (*load_scattered(expert.gate_up, 20), *load_scattered(expert.down, 500))
+                for expert in layer
+            )
+            for layer in read_scattered_experts(cfg, files)
+        )
     return tuple(
         tuple(
             (load_matrix(expert.gate), load_matrix(expert.up), load_matrix(expert.down))

@@ -16,6 +16,7 @@ from mixture_files import (
     load_model,
     round_experts,
     write_mixture_gguf,
+    write_published_gpt_oss,
     write_stacked,
 )
 from plain_forward import PlainForward, load_experts, load_weights
@@ -34,9 +35,8 @@ from shadowlane.ops.errors import ModelError
 from shadowlane.ops.files import ModelFiles, open_model
 from shadowlane.ops.moe_config import MoeConfig
 from shadowlane.ops.pack_model import check_packable
+from shadowlane.ops.scattered_experts import read_scattered_experts
 
-# In safetensors an expert of GPT-OSS has no row in one piece; it is tested from GGUF.
-IN_SAFETENSORS = [name for name in MIXTURES if not name.startswith("gpt-oss")]
 # One of each family that GGUF can express: how its router weighs is part of the architecture.
 IN_GGUF = [
     "mixtral",
@@ -155,7 +155,7 @@ def test_reads_what_transformers_reads(tiny_model, family):
     assert {name: expected[name] for name in expected if not name.endswith(stacked)} == dense
 
 
-@pytest.mark.parametrize("family", IN_SAFETENSORS)
+@pytest.mark.parametrize("family", MIXTURES)
 def test_experts_lie_where_they_are_said_to(tiny_model, family):
     directory = tiny_model(family)
     files = open_model(directory)
@@ -163,7 +163,7 @@ def test_experts_lie_where_they_are_said_to(tiny_model, family):
     check_experts_are(read_decoder(files), files, load_model(directory))
 
 
-@pytest.mark.parametrize("family", IN_SAFETENSORS)
+@pytest.mark.parametrize("family", MIXTURES)
 def test_description_gives_transformers_logits(tiny_model, family):
     directory = tiny_model(family)
     files = open_model(directory)
@@ -316,7 +316,8 @@ def test_windows_of_qwen2_moe_end_before_max_window_layers():
         (MIXTRAL | {"mlp_only_layers": [1]}, "mlp_only_layers must be absent for mixtral"),
         (GPT_OSS | {"sliding_window": None}, "sliding_window must be set for gpt_oss"),
         (GPT_OSS | {"swiglu_limit": -1.0}, "swiglu_limit must be a positive number; got -1.0"),
-        (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "as GGUF.*'mxfp4'"),
+        (GPT_OSS | {"quantization_config": {"quant_method": "gptq"}}, "absent or mxfp4 .*'gptq'"),
+        (MIXTRAL | {"quantization_config": {"quant_method": "mxfp4"}}, "be absent .*'mxfp4'"),
     ],
 )  # fmt: skip
 def test_refuses_by_name(changes, message):
@@ -376,9 +377,116 @@ def test_fused_shapes_that_do_not_fit_are_named():
         check_tensors(cfg, others | down | fused | {both: apart[both]})
 
 
-def test_transposed_experts_of_gpt_oss_are_refused(tiny_model):
-    with pytest.raises(ModelError, match=r"experts\.gate_up_proj: each row .* transposed"):
-        read_decoder(open_model(tiny_model("gpt-oss")))
+@pytest.mark.parametrize("shards", ["5GB", "60KB"])
+@pytest.mark.parametrize("options", [{}, {"hidden_size": 96, "swiglu_limit": 7.0}])
+def test_published_experts_of_gpt_oss(tiny_model, tmp_path, options, shards):
+    """MXFP4 in blocks and scales, which transformers expands when it loads them."""
+    directory = write_published_gpt_oss(
+        tiny_model("gpt-oss", **options), tmp_path / "published", max_shard_size=shards
+    )
+    files = open_model(directory)
+    cfg = read_decoder(files)
+    assert check_tensors(cfg, files.tensors) == []
+    first = read_scattered_experts(cfg, files)[0][0]
+    assert (first.gate_up.layout, first.down.layout) == ("mxfp4", "mxfp4")
+    assert len({source.path for source in files.tensors.values()}) == 1 or shards == "60KB"
+    check_experts_are(cfg, files, load_model(directory, torch.float32))
+    check_logits(cfg, files, directory)
+
+
+def test_the_embedding_says_the_type_where_the_config_does_not(tiny_model, tmp_path):
+    for family, dtype in (("gpt-oss", "float32"), ("gpt-oss-bfloat16", "bfloat16")):
+        directory = write_published_gpt_oss(tiny_model(family), tmp_path / family)
+        path = directory / "config.json"
+        config = json.loads(path.read_text())
+        del config["dtype"]
+        path.write_text(json.dumps(config))
+        assert read_decoder(open_model(directory)).dtype == dtype
+
+
+def test_gate_and_up_of_gpt_oss_are_apart_in_gguf():
+    cfg = read_config(CONFIG | GPT_OSS)
+    fused = "model.layers.1.mlp.experts.gate_up_proj"
+    with pytest.raises(ModelError, match=f"{fused}: gate and up of gpt_oss must be tensors of th"):
+        check_tensors(cfg, sources(cfg) | {fused: Source((4, 320, 64))})
+
+
+def gpt_oss_sources(cfg: DecoderConfig, changes: dict[str, Source | None]) -> dict[str, Source]:
+    """What a published directory holds, with some tensors of layer 1's experts changed."""
+    found = {name: Source(shape) for name, shape in expected_tensors(cfg).items()}
+    for layer in range(cfg.num_layers):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        found[f"{prefix}.gate_up_proj_blocks"] = Source((4, 320, 2, 16), "u8")
+        found[f"{prefix}.gate_up_proj_scales"] = Source((4, 320, 2), "u8")
+        found[f"{prefix}.down_proj_blocks"] = Source((4, 64, 5, 16), "u8")
+        found[f"{prefix}.down_proj_scales"] = Source((4, 64, 5), "u8")
+    for name, source in changes.items():
+        if source is None:
+            del found[f"model.layers.1.mlp.experts.{name}"]
+        else:
+            found[f"model.layers.1.mlp.experts.{name}"] = source
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"down_proj_scales": None}, r"with 4 experts must have .*\.1\..*down_proj_scales; not in"),
+        (
+            {"gate_up_proj_blocks": Source((4, 320, 1, 16), "u8")},
+            r"gate_up_proj_blocks must be \[4, 320, 2, 16\], got \[4, 320, 1, 16\]",
+        ),
+        (
+            {"gate_up_proj_scales": Source((4, 320, 3), "u8")},
+            r"gate_up_proj_scales must be \[4, 320, 2\], got \[4, 320, 3\]",
+        ),
+        ({"down_proj_blocks": Source((4, 64, 5, 16), "bf16")}, "dtype must be U8; got BF16"),
+        (
+            {"down_proj_transposed": Source((4, 64, 160))},
+            r"experts\.down_proj must be \[4, 160, 64\], got \[4, 64, 160\]",
+        ),
+        (
+            {"down_proj_transposed": Source((4, 160, 64))},
+            "down_proj_(blocks|scales): present in the files, but the gpt_oss config",
+        ),
+        (
+            {f"down_proj_{part}": None for part in ("blocks", "scales")},
+            "with 4 experts must have .*down_proj_blocks; not in its files",
+        ),
+    ],
+)
+def test_published_experts_that_do_not_fit_are_named(changes, message):
+    cfg = read_config(CONFIG | GPT_OSS)
+    assert check_tensors(cfg, gpt_oss_sources(cfg, {})) == []
+    with pytest.raises(ModelError, match=message):
+        check_tensors(cfg, gpt_oss_sources(cfg, changes))
+
+
+def test_rows_of_published_experts_are_whole_groups():
+    cfg = read_config(CONFIG | GPT_OSS | {"intermediate_size": 100})
+    with pytest.raises(ModelError, match="down_proj_blocks: rows in mxfp4 must hold a multiple of"):
+        check_tensors(cfg, gpt_oss_sources(cfg, {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("self_attn.q_proj.weight", torch.zeros(64, 64, dtype=torch.uint8), "dtype must be F32, F"),
+        ("mlp.experts.gate_up_proj_bias", torch.zeros(6, 191), "gate and up in turn.*got 191"),
+        ("mlp.experts.down_proj", torch.zeros(6, 64, 96), r"down_proj must be \[6, 96, 64\], got"),
+        ("mlp.experts.gate_up_proj_bias", torch.zeros(6, 96), r"gate_proj_bias must be \[6, 96\]"),
+    ],
+)
+def test_directories_of_gpt_oss_that_do_not_fit(tiny_model, tmp_path, name, tensor, message):
+    from safetensors.torch import load_file, save_file
+
+    directory = tiny_model("gpt-oss")
+    tensors = load_file(directory / "model.safetensors")
+    tensors[f"model.layers.1.{name}"] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+    with pytest.raises(ModelError, match=message):
+        read_decoder(open_model(tmp_path))
 
 
 def test_biases_of_experts_are_not_packed():

@@ -6,6 +6,7 @@ clearly. A model is a pure function of its options, so tests may share the direc
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -148,6 +149,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "olmoe-ungrouped": {**_OLMOE, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "gpt-oss": _GPT_OSS,
     "gpt-oss-plain": {**_GPT_OSS, "attention_bias": False, "swiglu_limit": 7.0},
+    "gpt-oss-bfloat16": {**_GPT_OSS, "dtype": "bfloat16"},
 }
 
 
@@ -230,9 +232,22 @@ def _cached_model(directory: Path, dtype: str | None) -> Any:
     logging.disable_progress_bar()
     chosen = "auto" if dtype is None else getattr(torch, dtype)
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=chosen, attn_implementation="eager", local_files_only=True
+        directory,
+        dtype=chosen,
+        attn_implementation="eager",
+        local_files_only=True,
+        **expanding(directory),
     )
     return model.eval()
+
+
+def expanding(directory: Path) -> dict[str, Any]:
+    """What makes transformers expand packed weights when it loads them."""
+    from transformers import Mxfp4Config
+
+    if "quantization_config" not in json.loads((directory / "config.json").read_text()):
+        return {}
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def reference_logits(

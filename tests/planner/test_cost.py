@@ -109,6 +109,8 @@ def test_a_profile_survives_json() -> None:
         "step_s",
         "gather_s",
         "copies_save_s_per_byte",
+        "miss_s",
+        "chunk_miss_s",
     )
 
 

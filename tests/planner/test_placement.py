@@ -12,7 +12,7 @@ from shadowlane.planner.explain import plan_report
 from shadowlane.planner.placement import InfeasiblePlan, LaneSpec, Request
 from shadowlane.planner.program import Read, build_programs
 from shadowlane.planner.search import place
-from shadowlane.planner.synthetic import llama_catalog
+from shadowlane.planner.synthetic import llama_catalog, mixture_catalog
 
 MIB = 1 << 20
 COST = CostModel(None)
@@ -60,7 +60,7 @@ def test_an_infeasible_plan_survives_pickling() -> None:
         pytest.param(WEIGHTS + 2 * MIB, 960, "all weights stay", id="shrunk so that all fits"),
         pytest.param(8 * MIB, 1024, "leave RAM", id="a quarter for KV"),
         pytest.param(3 * MIB, 512, "leave RAM", id="not below 512"),
-        pytest.param(LEAST + 3 * LEAST_KV, 64, "leave RAM", id="whatever fits"),
+        pytest.param(LEAST + 3 * LEAST_KV, 64, "all that the RAM budget holds", id="whatever fits"),
     ],
 )
 def test_the_default_context_shrinks_and_says_so(ram: int, tokens: int, why: str) -> None:
@@ -70,7 +70,7 @@ def test_the_default_context_shrinks_and_says_so(ram: int, tokens: int, why: str
     assert bool(notes) == bool(why)
     if why:
         assert why in notes[0]
-        assert f"{tokens} tokens instead of 2048" in notes[0]
+        assert f"{tokens} tokens instead of 2048" in notes[0] or f"only {tokens} of" in notes[0]
 
 
 def test_a_context_that_was_asked_for_is_kept_or_refused() -> None:
@@ -112,6 +112,14 @@ def test_pins_are_kept(pins: dict[str, str], streams: str, stays: str) -> None:
 def test_a_pin_without_effect_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'\*\.attn' must match a group with weights"):
         place(CATALOG, Request(ram=12 * MIB, pins={"*.attn": "ram"}), COST)
+
+
+@pytest.mark.parametrize("pattern", ["*.experts", "0.experts", "*"])
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_routed_experts_cannot_be_pinned(pattern: str, tier: str) -> None:
+    request = Request(ram=1 << 30, pins={pattern: tier})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"share RAM by use .* it matches 0\.experts$"):
+        place(mixture_catalog(), request, COST)
 
 
 def test_pins_that_do_not_fit_are_named() -> None:

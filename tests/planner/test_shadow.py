@@ -10,11 +10,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shadowlane.planner import events as ev
+from shadowlane.planner.cost import CostModel, Workload
+from shadowlane.planner.hit_rate import curve_of, hit_rate
 from shadowlane.planner.lifecycle import PlannerError
 from shadowlane.planner.placement import DISK_LANE, LaneSpec, Placement, Request
 from shadowlane.planner.profile import Profile
+from shadowlane.planner.search import place
 from shadowlane.planner.shadow import PlannerState
-from shadowlane.planner.synthetic import llama_catalog
+from shadowlane.planner.synthetic import llama_catalog, mixture_catalog
 from shadowlane.planner.trial import Settings
 
 MIB = 1 << 20
@@ -577,3 +580,65 @@ def test_the_same_events_give_the_same_commands_and_never_a_broken_state(
         logs.append(engine.log)
     assert logs[0] == logs[1]
     assert replace(state.request, ram=request.ram) == request
+
+
+# -- mixtures
+
+
+def mixture_engine(make_engine):
+    """A quarter of the experts are in RAM."""
+    catalog = mixture_catalog(num_experts=64, top_k=4, layers=4)
+    whole = place(catalog, Request(ram=1 << 40, context=64), CostModel(None))
+    ram = whole.total_nbytes - 3 * whole.experts_nbytes // 4
+    return make_engine(catalog=catalog, ram=ram, num_lanes=1)
+
+
+def run_mixture(engine, steps: int, hits: float, disk_drift: float = 1.0) -> None:
+    """Decode steps; `hits`: part of the chosen experts that they find in RAM."""
+    experts = engine.state.catalog.experts
+    assert experts is not None
+    chosen = experts.num_layers * experts.top_k
+    missed = round(chosen * (1 - hits))
+    nbytes = missed * experts.held_nbytes
+    for _ in range(steps):
+        engine.running, engine.next = engine.next or engine.running, None
+        assert engine.running is not None
+        engine.step += 1
+        seconds, busy_s = engine.as_predicted(engine.running, {})
+        busy_s[DISK_LANE] = disk_drift * engine.state.cost.experts_read_s(experts, nbytes)
+        retired = ev.StepRetired(
+            engine.step, engine.running.placement_id, "decode", 1, 200, seconds, busy_s
+        )
+        engine.tell(
+            replace(
+                retired,
+                experts_chosen=chosen,
+                experts_resident=chosen - missed,
+                experts_read_nbytes=nbytes,
+            )
+        )
+
+
+@pytest.mark.parametrize("hits", [0.0, 0.25, 1.0])
+def test_a_wrong_guess_of_hits_is_no_drift_of_the_disk(make_engine, hits: float) -> None:
+    engine = mixture_engine(make_engine)
+    run_mixture(engine, 1, hits)
+    before = engine.state.predicted_step_s(Workload())
+    run_mixture(engine, 29, hits)
+    assert engine.state.drift()[DISK_LANE] == pytest.approx(0.0)
+    assert not any(isinstance(each, ev.PublishPlacement) for each in engine.log[1:])
+    experts = engine.state.catalog.experts
+    assert experts is not None
+    assert curve_of(experts).source == "measured"
+    assert engine.running is not None
+    assert hit_rate(experts, engine.running.expert_slots) == pytest.approx(hits)
+    after = engine.state.predicted_step_s(Workload())
+    assert before is not None
+    assert after is not None
+    assert (after < before) == (hits == 1.0)
+
+
+def test_a_slow_disk_is_drift_whatever_hits(make_engine) -> None:
+    engine = mixture_engine(make_engine)
+    run_mixture(engine, 12, 0.25, disk_drift=1.5)
+    assert engine.state.lanes[DISK_LANE].ratio == pytest.approx(1.5)

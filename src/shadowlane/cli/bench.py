@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from shadowlane.arguments import check_routing
 from shadowlane.cli import options
 from shadowlane.cli.stages import Stages
 from shadowlane.models import DEFAULT_MODEL, resolve_model
@@ -88,6 +89,7 @@ def bench(
             f"ctx_size must be at least {needed} for -pp {prompt_tokens} and "
             f"-tg {decode_tokens}; got {ctx_size}"
         )
+    check_routing(model, None, replay_routing)
     engine = replace(engine, ctx_size=ctx_size or needed)
     from shadowlane import report
 

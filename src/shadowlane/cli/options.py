@@ -107,7 +107,8 @@ GpuMemory = Annotated[
     option(
         "--gpu-memory",
         metavar="SIZE",
-        help="Most VRAM to use. There is no GPU lane yet, so only 0 is accepted.",
+        help="Most VRAM to use. There is no GPU lane yet, so only 0 is accepted, but by plan "
+        "--hardware, which takes it as the room on each card.",
         rich_help_panel=_MEMORY,
     ),
 ]

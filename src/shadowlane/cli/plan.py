@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,12 +12,15 @@ from shadowlane.cli import options
 from shadowlane.cli.naming import typed_note
 from shadowlane.cli.stages import Stages
 from shadowlane.models import DEFAULT_MODEL, resolve_model
+from shadowlane.ops.errors import ModelError
 
 EPILOG = options.epilog(
     "shadowlane plan smollm2 --ram 64MiB",
     "shadowlane plan ./llama-3b --ram 4 --ctx-size 8192",
     "shadowlane plan ./llama-3b --ram 4 --cpu-workers 2 --groups",
     "shadowlane plan ./llama-3b --ram 4 --json | jq .tiers",
+    "shadowlane plan llama-2-70b --hardware examples/hardware/rtx-4090-24gb.yaml",
+    "shadowlane plan qwen3-30b-a3b --hardware my.yaml --export llama.cpp",
 )
 
 
@@ -35,12 +39,37 @@ def plan(
     kv: options.Kv = None,
     expand: options.Expand = None,
     weights: options.Weights = None,
+    hardware: Annotated[
+        Path | None,
+        options.option(
+            "--hardware",
+            metavar="FILE",
+            help="Plan for the machine that this file describes, cards included, in place of this "
+            "one (examples/hardware has some). MODEL may then also be a name of a model that is "
+            "not here, such as llama-2-70b.",
+            rich_help_panel="What if",
+        ),
+    ] = None,
+    export: Annotated[
+        str | None,
+        options.option(
+            "--export",
+            **options.choice("llama.cpp"),
+            help="With --hardware: print only the flags of llama.cpp that come closest.",
+            rich_help_panel="What if",
+        ),
+    ] = None,
 ) -> None:
     """Show where each part of a model would go and why. Reads file headers, no weights.
 
     With --weights, the packed copy is written to the cache first, if it is
     not there yet. Ends with exit code 2, naming what is short and by how much, if nothing fits.
     """
+    if hardware is not None:
+        _plan_for(model, hardware, export, ram, gpu_memory, ctx_size, json_output)
+        return
+    if export is not None:
+        raise ValueError("export needs hardware, the machine to plan for")
     engine = options.EngineOptions(
         ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv, expand
     )
@@ -60,3 +89,47 @@ def plan(
     for note in planned.get("notes", ()):
         typer.echo(f"note: {typed_note(note)}", err=True)
     Console(highlight=False).print(report.plan_report(planned, by_group))
+
+
+def _plan_for(
+    model: str,
+    hardware: Path,
+    export: str | None,
+    ram: str | None,
+    gpu_memory: str | None,
+    context: int | None,
+    json_output: bool,
+) -> None:
+    """For a machine that is described in a file."""
+    from shadowlane.shapes import known_shapes, load_hardware
+    from shadowlane.sizes import parse_size
+    from shadowlane.what_if import load_catalog, shell, what_if
+
+    machine = load_hardware(hardware)
+    with Stages() as stages:
+        path = None
+        if model not in known_shapes():
+            try:
+                path = resolve_model(model, stages)
+            except ModelError as error:
+                known = ", ".join(known_shapes())
+                raise ModelError(f"{error}; with --hardware also: {known}") from None
+        stages("planning")
+        planned = what_if(
+            load_catalog(model, path, context),
+            model,
+            machine,
+            context=context,
+            ram=None if ram is None else parse_size(ram, "ram"),
+            gpu_memory=None if gpu_memory is None else parse_size(gpu_memory, "gpu_memory"),
+        )
+    if export is not None:
+        print(shell(planned["llama_cpp"]))
+    elif json_output:
+        print(json.dumps(planned))
+    else:
+        from rich.console import Console
+
+        from shadowlane.what_if_report import what_if_report
+
+        Console(highlight=False).print(what_if_report(planned))

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from shadowlane.arguments import check_routing
 from shadowlane.cli import options
 from shadowlane.cli.bars import LaneBars
 from shadowlane.cli.naming import typed_note
@@ -81,6 +82,7 @@ def run(
         seed=seed,
         stop=stop,
     )
+    check_routing(model, trace_routing, None)
     text = read_prompt(prompt, file)
     written: list[str] = []
     token_ids: list[int] = []

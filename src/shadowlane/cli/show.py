@@ -58,13 +58,21 @@ def show(
 
 def describe(files: ModelFiles) -> dict[str, Any]:
     """Facts by name; the configuration's keep the names they have in config.json."""
+    from shadowlane.ops.files.base import RAW, tensor_nbytes
+
     layouts: Counter[str] = Counter()
+    num_parameters = 0
     for tensor in files.tensors.values():
-        layouts[tensor.layout] += tensor.nbytes
+        if tensor.layout == RAW:  # MXFP4 in two tensors: blocks of two elements a byte, and scales
+            layouts["mxfp4"] += tensor.nbytes
+            num_parameters += 2 * tensor.nbytes * tensor.name.endswith("_blocks")
+        else:
+            layouts[tensor.layout] += tensor_nbytes(tensor.layout, tensor.shape)
+            num_parameters += prod(tensor.shape)
     facts: dict[str, Any] = {
         "path": str(files.root),
         "kind": files.kind,
-        "parameters": sum(prod(tensor.shape) for tensor in files.tensors.values()),
+        "parameters": num_parameters,
         "nbytes": sum(layouts.values()),
         "tensors": len(files.tensors),
         "layouts": dict(layouts.most_common()),

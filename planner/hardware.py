@@ -1,0 +1,114 @@
+"""A computer as the planner sees it: cards, links, processor, memory, disk; rates and capacities.
+
+Read from a hardware file, in which every figure stands beside its source:
+
+    vram_bytes_per_s: {value: 448e9, source: "maker's table, GDDR6 256 bit at 14 Gbit/s"}
+
+`Conditions` say what a machine has left while other programs use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One graphics card and its link. Rates are what it reaches, as far as the sources say."""
+
+    name: str
+    vram_nbytes: float
+    reserved_nbytes: float  # driver, context and desktop: no plan may use it
+    vram_bytes_per_s: float  # read by matrix-vector products of large matrices
+    flops: float  # of matrix products of many rows, dense, per second
+    h2d_bytes_per_s: float  # from pinned memory, large copies
+    d2h_bytes_per_s: float
+    launch_s: float  # what each group costs beside its bytes and operations
+    crossing_s: float  # handing one small activation to or from the processor
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    name: str
+    cards: tuple[Card, ...]
+    cpu_bytes_per_s: float  # all cores together, in matrix-vector products
+    cpu_flops: float  # all cores together, in matrix products of many rows
+    cpu_launch_s: float  # what each group costs beside its bytes and operations
+    dram_bytes_per_s: float  # the port that cores, links and disk share
+    ram_nbytes: float
+    reserved_nbytes: float  # system, interpreter, desktop
+    disk_bytes_per_s: float  # large direct reads
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What other programs leave: parts of rates (1.0: all of it) and bytes they hold."""
+
+    cpu: float = 1.0
+    gpu: float = 1.0
+    link: float = 1.0
+    disk: float = 1.0
+    vram_taken_nbytes: float = 0.0  # of each card
+    ram_taken_nbytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("cpu", "gpu", "link", "disk"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be in (0, 1]; got {getattr(self, name)}")
+
+
+CALM = Conditions()
+
+
+def read_hardware(data: Any) -> Hardware:
+    """From the contents of a hardware file. Raises ValueError naming the key, rule and value."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a hardware file must hold keys and values; got {type(data).__name__}")
+    cards = data.get("cards")
+    if not isinstance(cards, Sequence) or isinstance(cards, str):
+        raise ValueError(f"cards must be a list, one entry for each card; got {cards!r}")
+    machine = {key: value for key, value in data.items() if key != "cards"}
+    read = tuple(
+        Card(**_figures(Card, card, f"cards[{index}]")) for index, card in enumerate(cards)
+    )
+    return Hardware(**_figures(Hardware, machine, "the file", without=("cards",)), cards=read)
+
+
+def _figures(
+    kind: type[Card] | type[Hardware], data: Any, where: str, without: Sequence[str] = ()
+) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where} must hold keys and values; got {data!r}")
+    wanted = [field.name for field in fields(kind) if field.name not in without]
+    unknown = [str(key) for key in data if key not in wanted]
+    missing = [name for name in wanted if name not in data]
+    if unknown:
+        raise ValueError(f"{where} must have only {', '.join(wanted)}; got {', '.join(unknown)}")
+    if missing:
+        raise ValueError(f"{where} must have {', '.join(wanted)}; {', '.join(missing)} is missing")
+    found: dict[str, Any] = {}
+    for name in wanted:
+        if name == "name":
+            if not isinstance(data[name], str) or not data[name]:
+                raise ValueError(f"name of {where} must be a text; got {data[name]!r}")
+            found[name] = data[name]
+        else:
+            found[name] = _figure(data[name], f"{name} of {where}")
+    return found
+
+
+def _figure(entry: Any, where: str) -> float:
+    """YAML reads 448e9 as a text: a number is whatever float() takes."""
+    if not isinstance(entry, Mapping) or set(entry) != {"value", "source"}:
+        raise ValueError(f"{where} must be {{value: ..., source: ...}}; got {entry!r}")
+    if not isinstance(entry["source"], str) or not entry["source"].strip():
+        raise ValueError(f"source of {where} must say where the figure is from; it is empty")
+    try:
+        value = float(entry["value"])
+    except (TypeError, ValueError):
+        value = -1.0
+    if isinstance(entry["value"], bool) or not 0.0 <= value < float("inf"):
+        raise ValueError(f"{where} must be a number, 0 or more; got {entry['value']!r}")
+    return value

@@ -1,0 +1,157 @@
+"""A model over cards, processor, RAM and disk, at the grain of groups: plans and their seconds.
+
+Each group is a `Load`. A plan gives each a `Site`: which part of it lives on a card, which in RAM
+(the rest is only on disk), and, per phase, which part of what is not on the card is brought there
+and computed there. What is on the card and what is not are computed at the same time, so a part
+between 0 and 1 is a split by rows. Experts are counted instead of rows.
+
+`hybrid_play.py` plays a plan through; `hybrid_search.py` finds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shadowlane.planner.catalog import Catalog, GroupKind
+from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
+from shadowlane.planner.profile import Phase
+
+ACTIVATION_NBYTES = 2  # of an element that crosses the link
+STAGE_NBYTES = 256e6  # room on a card for what is brought there, in pieces of a few MiB
+
+HitRate = Callable[[float], float]  # part of a layer's experts, the hottest -> part of the choices
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What planning needs to know of one group."""
+
+    name: str
+    kind: GroupKind
+    layer: int | None
+    nbytes: float  # weights; of one expert where there are experts
+    flops_per_row: float  # for attention, times the tokens attended; for experts, all chosen ones
+    kv_nbytes_per_token: float = 0.0  # attention only
+    experts: int = 0  # of this layer
+    top_k: int = 0
+
+    @property
+    def whole_nbytes(self) -> float:
+        """What the group's weights take up where all of them live."""
+        return self.nbytes * max(1, self.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    name: str
+    loads: tuple[Load, ...]  # in execution order, without the embedding, whose rows are gathered
+    row_nbytes: float  # activation of one row, as it crosses a link
+    fixed_ram_nbytes: float  # embedding rows, constants, scratch
+    max_context: int
+
+    @property
+    def nbytes(self) -> float:
+        return sum(load.whole_nbytes for load in self.loads)
+
+
+def model_of(catalog: Catalog, name: str) -> Model:
+    """The groups of a catalog as loads."""
+    attns = sum(1 for group in catalog.groups if group.kind == "attn")
+    kv_nbytes = catalog.page_nbytes / catalog.page_tokens / max(1, attns)
+    loads: list[Load] = []
+    gathered = 0.0
+    for group in catalog.groups:
+        nbytes = float(sum(catalog.blocks[index].nbytes for index in group.blocks))
+        if group.kind == "embed":
+            gathered = nbytes
+            continue
+        experts = catalog.experts if group.kind == "experts" else None
+        loads.append(
+            Load(
+                name=group.name,
+                kind=group.kind,
+                layer=group.layer,
+                nbytes=experts.nbytes if experts else nbytes,
+                flops_per_row=group.flops_per_row,
+                kv_nbytes_per_token=kv_nbytes if group.kind == "attn" else 0.0,
+                experts=experts.per_layer if experts else 0,
+                top_k=experts.top_k if experts else 0,
+            )
+        )
+    cols = next(group.cols for group in catalog.groups if group.kind == "qkv")
+    fixed = gathered + catalog.constants_nbytes + catalog.scratch_nbytes
+    return Model(name, tuple(loads), cols * ACTIVATION_NBYTES, fixed, catalog.max_context)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step carries, and for how long a context room is kept."""
+
+    phase: Phase = "decode"
+    rows: int = 1  # activation rows
+    sequences: int = 1
+    context: int = 512  # tokens attended, per sequence
+    max_context: int = 4096  # tokens whose keys and values must find room, per sequence
+
+
+DECODE = Work()
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where one load lives and who computes it. Parts of the whole: rows, KV heads or experts."""
+
+    vram: float  # part on cards
+    ram: float  # part in RAM; what is on neither is read from disk in every step
+    brought: float = 0.0  # part of what is not on cards that is brought to them, computed there
+    over: tuple[float, ...] = (1.0,)  # how cards share what they hold or are brought; sums to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    name: str
+    sites: tuple[Site, ...]  # one for each load
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Bytes that a plan takes up."""
+
+    vram: tuple[float, ...]  # per card, with the stage for what is brought
+    ram: float
+
+
+def demand(model: Model, plan: Plan, work: Work, cards: int) -> Demand:
+    vram = [0.0] * cards
+    brings = [False] * cards
+    ram = model.fixed_ram_nbytes
+    for load, site in zip(model.loads, plan.sites, strict=True):
+        kv = kv_nbytes(load, work)
+        ram += load.whole_nbytes * site.ram + kv * (1.0 - site.vram)
+        for card, part in enumerate(site.over[:cards]):
+            vram[card] += (load.whole_nbytes + kv) * site.vram * part
+            brings[card] |= site.brought * part > 0.0
+    stages = (STAGE_NBYTES if each else 0.0 for each in brings)
+    return Demand(tuple(have + stage for have, stage in zip(vram, stages, strict=True)), ram)
+
+
+def kv_nbytes(load: Load, work: Work) -> float:
+    """Room for the keys and values of one load, whether used yet or not."""
+    return load.kv_nbytes_per_token * work.max_context * work.sequences
+
+
+def fits(model: Model, plan: Plan, work: Work, machine: Hardware, state: Conditions = CALM) -> bool:
+    need = demand(model, plan, work, len(machine.cards))
+    for card, nbytes in zip(machine.cards, need.vram, strict=True):
+        if nbytes > vram_room(card, state) * (1 + 1e-9):
+            return False
+    return need.ram <= ram_room(machine, state) * (1 + 1e-9)
+
+
+def vram_room(card: Card, state: Conditions = CALM) -> float:
+    return max(0.0, card.vram_nbytes - card.reserved_nbytes - state.vram_taken_nbytes)
+
+
+def ram_room(machine: Hardware, state: Conditions = CALM) -> float:
+    return max(0.0, machine.ram_nbytes - machine.reserved_nbytes - state.ram_taken_nbytes)

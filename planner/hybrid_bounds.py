@@ -1,0 +1,120 @@
+"""What no plan over cards, processor, RAM and disk can beat: seconds of one step.
+
+The resource bound lets every byte and operation be shared out freely, all lanes at work at once, in
+the best of all ways to fill the cards: the busiest resource still has to do its work. The path
+bound knows that groups follow each other, each with at least the cheaper of the two fixed costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shadowlane.planner.hit_rate import expected_distinct
+from shadowlane.planner.hybrid import kv_nbytes, ram_room, vram_room
+from shadowlane.planner.hybrid_layouts import Question
+
+KV_PARTS = 20  # how finely the part of keys and values on the cards is tried
+HALVINGS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class HybridBounds:
+    resource_s: float
+    path_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Bytes that a step touches, and where they are under one way of filling the cards."""
+
+    on_cards: float
+    off_cards: float
+    on_disk: float
+    flops: float
+
+
+def hybrid_bounds(question: Question) -> HybridBounds:
+    """Of the best of all placements, keys and values included."""
+    parts = [index / KV_PARTS for index in range(KV_PARTS + 1)] if question.machine.cards else [0.0]
+    fills = [_fill(question, part) for part in parts]
+    resource_s = min(_least_s(question, fill) for fill in fills)
+    chain_s = min(_least_s(question, fill, only_compute=True) for fill in fills)
+    launches = [question.machine.cpu_launch_s]
+    launches += [card.launch_s for card in question.machine.cards]
+    chain_s += min(launches) * len(question.model.loads)
+    return HybridBounds(resource_s, max(resource_s, chain_s))
+
+
+def _fill(question: Question, kv_part: float) -> _Totals:
+    """Cards hold this part of the keys and values, then dense weights, then the hottest experts."""
+    model, work, machine = question.model, question.work, question.machine
+    room = sum(vram_room(card, question.state) for card in machine.cards)
+    kv_room = sum(kv_nbytes(load, work) for load in model.loads)
+    kv_part = min(kv_part, room / kv_room) if kv_room else kv_part
+    room -= kv_part * kv_room
+    is_decode = work.phase == "decode"
+    sequences = work.sequences if is_decode else 1
+    kv = sum(load.kv_nbytes_per_token for load in model.loads) * work.context * sequences
+    dense = sum(load.nbytes for load in model.loads if not load.experts)
+    dense_part = min(1.0, room / dense) if dense else 1.0
+    room -= dense_part * dense
+    experts = [load for load in model.loads if load.experts]
+    whole = sum(load.whole_nbytes for load in experts)
+    held = min(1.0, room / whole) if whole else 0.0
+    in_ram = ram_room(machine, question.state) - model.fixed_ram_nbytes
+    in_ram -= (1.0 - kv_part) * kv_room + (1.0 - dense_part) * dense
+    dense_on_disk = max(0.0, -in_ram)
+    kept = min(1.0, held + max(0.0, in_ram) / whole) if whole else 0.0
+    chosen = sum(
+        expected_distinct(load.experts, load.top_k, work.rows) * load.nbytes for load in experts
+    )
+    hits, in_memory = (
+        (question.hit_rate(held), question.hit_rate(kept)) if is_decode else (held, kept)
+    )
+    flops = sum(
+        load.flops_per_row * work.rows * (work.context if load.kind == "attn" else 1)
+        for load in model.loads
+    )
+    on_cards = kv_part * kv + dense_part * dense + hits * chosen
+    off_cards = (1 - kv_part) * kv + (1 - dense_part) * dense + (1 - hits) * chosen
+    return _Totals(on_cards, off_cards, dense_on_disk + (1 - in_memory) * chosen, flops)
+
+
+def _least_s(question: Question, totals: _Totals, *, only_compute: bool = False) -> float:
+    """The shortest time in which every resource can do its part.
+
+    only_compute: as if links, disk and the DRAM port took no time: what computing alone takes.
+    """
+    low, high = 0.0, 1.0
+    while not _is_enough(question, totals, high, only_compute):
+        high *= 2.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if _is_enough(question, totals, middle, only_compute):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _is_enough(question: Question, totals: _Totals, seconds: float, only_compute: bool) -> bool:
+    """Whether so many seconds could do: the processor takes what it can, links bring the rest."""
+    machine, state = question.machine, question.state
+    cards = machine.cards
+    card_nbytes = sum(card.vram_bytes_per_s for card in cards) * state.gpu * seconds
+    card_flops = sum(card.flops for card in cards) * state.gpu * seconds
+    link_nbytes = sum(card.h2d_bytes_per_s for card in cards) * state.link * seconds
+    cpu_flops = machine.cpu_flops * state.cpu * seconds
+    on_cpu = min(totals.off_cards, machine.cpu_bytes_per_s * state.cpu * seconds)
+    whole = totals.on_cards + totals.off_cards
+    if totals.flops and whole:
+        # Operations belong to bytes: what the processor cannot compute it need not read.
+        on_cpu = min(on_cpu, whole * cpu_flops / totals.flops)
+    brought = totals.off_cards - on_cpu
+    if totals.on_cards + brought > card_nbytes or totals.flops > card_flops + cpu_flops:
+        return False
+    return only_compute or (
+        brought <= link_nbytes
+        and totals.off_cards + 2 * totals.on_disk <= machine.dram_bytes_per_s * seconds
+        and totals.on_disk <= machine.disk_bytes_per_s * state.disk * seconds
+    )

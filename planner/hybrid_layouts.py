@@ -1,0 +1,286 @@
+"""Layouts over cards and RAM that people tune by hand, and what any layout is made with.
+
+What llama.cpp, accelerate and others offer as settings: whole layers on cards, with or without
+their keys and values; everything but the experts of some layers; attention alone; the rest brought
+over the link layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shadowlane.planner.hardware import CALM, Conditions, Hardware
+from shadowlane.planner.hybrid import (
+    DECODE,
+    HitRate,
+    Model,
+    Plan,
+    Site,
+    Work,
+    fits,
+    kv_nbytes,
+    ram_room,
+    vram_room,
+)
+from shadowlane.planner.hybrid_play import Times, play
+
+MOST_SETTINGS = 12  # of one kind of layout that are played through
+
+
+class TooLarge(ValueError):
+    """Nothing fits: the keys and values, or what must be in RAM, are larger than the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A model, a machine and the work, for which a plan is looked for."""
+
+    model: Model
+    machine: Hardware
+    work: Work = DECODE
+    state: Conditions = CALM
+    hit_rate: HitRate = lambda part: part
+
+    def times(self, plan: Plan, worth_s: float = float("inf")) -> Times:
+        """See `play`; exact for plans faster than `worth_s`."""
+        return play(self.model, plan, self.work, self.machine, self.state, self.hit_rate, worth_s)
+
+    def fits(self, plan: Plan) -> bool:
+        return fits(self.model, plan, self.work, self.machine, self.state)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    plan: Plan
+    times: Times
+
+
+@dataclass(slots=True)
+class Spread:
+    """What is on cards, load by load: which part, and how cards share it."""
+
+    vram: list[float]
+    over: list[tuple[float, ...]]
+
+    @staticmethod
+    def of(plan: Plan) -> Spread:
+        return Spread([site.vram for site in plan.sites], [site.over for site in plan.sites])
+
+    @staticmethod
+    def nowhere(model: Model, cards: int) -> Spread:
+        over = tuple(float(card == 0) for card in range(max(1, cards)))
+        return Spread([0.0] * len(model.loads), [over] * len(model.loads))
+
+
+def best_of(question: Question, plans: Iterable[Plan | None], best: Answer | None = None) -> Answer:
+    """The fastest of `best` and of `plans` that fit. Raises TooLarge where there is none."""
+    for plan in plans:
+        if plan is None:
+            continue
+        times = question.times(plan) if best is None else question.times(plan, best.times.step_s)
+        if (best is None or times.step_s < best.times.step_s) and question.fits(plan):
+            best = Answer(plan, times)
+    if best is None:
+        raise TooLarge(
+            f"{question.model.name} and {question.work.max_context} tokens of context must fit "
+            f"{question.machine.name}; nothing does"
+        )
+    return best
+
+
+def settle(
+    question: Question, name: str, spread: Spread, brought: Sequence[float] | None = None
+) -> Plan | None:
+    """A plan with these parts on cards; RAM holds what it can of the rest. None: too large.
+
+    What every token reads comes before experts; of what does not fit, all groups leave the same
+    part on disk, so that the disk reads steadily.
+    """
+    model, work = question.model, question.work
+    room = ram_room(question.machine, question.state) - model.fixed_ram_nbytes
+    dense = experts = 0.0
+    for load, vram in zip(model.loads, spread.vram, strict=True):
+        off = load.whole_nbytes * (1.0 - vram)
+        if load.experts:
+            experts += off
+        else:
+            dense += off
+            room -= kv_nbytes(load, work) * (1.0 - vram)
+    if room < 0:
+        return None
+    dense_kept = min(1.0, room / dense) if dense else 1.0
+    room = max(0.0, room - dense)
+    experts_kept = min(1.0, room / experts) if experts else 1.0
+    moved = brought or [0.0] * len(model.loads)
+    sites = tuple(
+        Site(
+            vram,
+            (1.0 - vram) * (experts_kept if load.experts else dense_kept),
+            part if vram < 1.0 else 0.0,
+            over,
+        )
+        for load, vram, over, part in zip(model.loads, spread.vram, spread.over, moved, strict=True)
+    )
+    return Plan(name, sites)
+
+
+def free_nbytes(question: Question, spread: Spread) -> list[float]:
+    """What is left of each card's room; below 0: more than it has."""
+    rooms = [vram_room(card, question.state) for card in question.machine.cards]
+    for load, vram, over in zip(question.model.loads, spread.vram, spread.over, strict=True):
+        if vram:
+            held = (load.whole_nbytes + kv_nbytes(load, question.work)) * vram
+            for card, part in enumerate(over):
+                rooms[card] -= held * part
+    return rooms
+
+
+def pack(
+    question: Question,
+    order: Sequence[int],
+    limit: Sequence[float],
+    *,
+    by_one: bool = False,
+    across: bool = False,
+) -> Spread:
+    """Loads on cards by `order`, each up to its `limit`, the last as far as it fits.
+
+    The fastest card is filled first, then the next. across: each load is divided between all cards,
+    by how fast they read. by_one: experts share evenly what is left on all cards; else they go by
+    whole layers.
+    """
+    model, work, cards = question.model, question.work, question.machine.cards
+    spread = Spread.nowhere(model, len(cards))
+    rooms = free_nbytes(question, spread)
+    fastest = sorted(range(len(cards)), key=lambda card: -cards[card].vram_bytes_per_s)
+    speed = sum(card.vram_bytes_per_s for card in cards)
+    shared = tuple(card.vram_bytes_per_s / speed for card in cards)
+    current = 0  # of `fastest`
+    left: list[int] = []
+    for index in order:
+        load = model.loads[index]
+        if load.experts and by_one:
+            left.append(index)
+            continue
+        need = (load.whole_nbytes + kv_nbytes(load, work)) * limit[index]
+        if across:
+            over = shared
+        else:
+            while need > rooms[fastest[current]] and current + 1 < len(fastest):
+                current += 1
+            over = tuple(float(card == fastest[current]) for card in range(len(cards)))
+        fitting = min(room / part for room, part in zip(rooms, over, strict=True) if part)
+        part = 1.0 if need <= fitting else max(0.0, fitting) / need
+        if part < 1.0 and (load.experts or load.kind == "attn"):
+            continue  # these go whole or not at all
+        spread.vram[index], spread.over[index] = limit[index] * part, over
+        for card, its in enumerate(over):
+            rooms[card] -= need * part * its
+    whole = sum(model.loads[index].whole_nbytes for index in left)
+    room = sum(max(0.0, each) for each in rooms)
+    for index in left:
+        count = model.loads[index].experts
+        spread.vram[index] = int(min(1.0, room / whole) * count) / count
+        if room:
+            spread.over[index] = tuple(max(0.0, each) / room for each in rooms)
+    return spread
+
+
+# -- what people tune
+
+
+def layer_split(question: Question, layers: int, *, kv: bool = True) -> Plan | None:
+    """The first `layers` layers on cards, the head as one layer more. None: they do not fit.
+
+    kv: whether keys, values and attention go with them.
+    """
+    loads = question.model.loads
+    wanted = [
+        index
+        for index, is_within in enumerate(_within(question.model, layers))
+        if is_within and (kv or loads[index].kind != "attn")
+    ]
+    name = f"layer-split {layers}" if kv else f"layer-split {layers}, KV in RAM"
+    return _whole(question, name, wanted)
+
+
+def cpu_moe(question: Question, layers: int) -> Plan | None:
+    """Everything on cards but the experts of the first `layers` layers. None: it does not fit."""
+    wanted = [
+        index
+        for index, load in enumerate(question.model.loads)
+        if not load.experts or (load.layer or 0) >= layers
+    ]
+    return _whole(question, f"cpu-moe {layers}", wanted)
+
+
+def attention_gpu(question: Question) -> Plan | None:
+    """All but MLPs and experts on cards. None: it does not fit."""
+    others = ("gate_up", "down", "experts")
+    wanted = [i for i, load in enumerate(question.model.loads) if load.kind not in others]
+    return _whole(question, "attention-gpu", wanted)
+
+
+def layer_stream(question: Question, layers: int) -> Plan | None:
+    """As `layer_split`; the others are brought over the link, group by group."""
+    plan = layer_split(question, layers)
+    if plan is None:
+        return None
+    brought = [0.0 if load.kind == "attn" else 1.0 for load in question.model.loads]
+    name = f"layer-stream {layers}"
+    return _fitting(question, settle(question, name, Spread.of(plan), brought))
+
+
+def num_layers(model: Model) -> int:
+    """Layers of `model`, its head counted as one more."""
+    return 2 + max((load.layer or 0) for load in model.loads)
+
+
+def _within(model: Model, layers: int) -> list[bool]:
+    """Whether each load is in the first `layers` layers."""
+    total = num_layers(model)
+    return [(total - 1 if load.layer is None else load.layer) < layers for load in model.loads]
+
+
+def _whole(question: Question, name: str, wanted: Sequence[int]) -> Plan | None:
+    """These loads on cards, all of each."""
+    limit = [1.0] * len(question.model.loads)
+    spread = pack(question, wanted, limit)
+    if any(spread.vram[index] < 1.0 for index in wanted):
+        return None
+    return _fitting(question, settle(question, name, spread))
+
+
+def _fitting(question: Question, plan: Plan | None) -> Plan | None:
+    return plan if plan is not None and question.fits(plan) else None
+
+
+def by_hand(question: Question) -> dict[str, Answer]:
+    """The best of each kind of layout that people tune by hand: name -> its best setting."""
+    model, cards = question.model, len(question.machine.cards)
+    settings = range(num_layers(model) + 1)
+    kinds: dict[str, Iterable[Plan | None]] = {
+        "cpu": [settle(question, "cpu", Spread.nowhere(model, cards))]
+    }
+    if cards:
+        kinds["layer-split"] = (layer_split(question, n) for n in settings)
+        kinds["layer-split, KV in RAM"] = (layer_split(question, n, kv=False) for n in settings)
+        kinds["layer-stream"] = (layer_stream(question, n) for n in settings)
+        kinds["attention-gpu"] = [attention_gpu(question)]
+        if any(load.experts for load in model.loads):
+            kinds["cpu-moe"] = (cpu_moe(question, n) for n in settings)
+    found: dict[str, Answer] = {}
+    for name, plans in kinds.items():
+        fitting = [plan for plan in plans if plan is not None and question.fits(plan)]
+        if fitting:
+            found[name] = best_of(question, _thinned(fitting))
+    return found
+
+
+def _thinned(plans: list[Plan]) -> list[Plan]:
+    """The ends and an even choice between: times change smoothly from layer to layer."""
+    if len(plans) <= MOST_SETTINGS:
+        return plans
+    last = len(plans) - 1
+    return [plans[round(i * last / (MOST_SETTINGS - 1))] for i in range(MOST_SETTINGS)]

@@ -1,0 +1,296 @@
+"""The search for a plan over cards, processor, RAM and disk.
+
+First the layouts that people tune by hand, each with its best setting (`hybrid_layouts.py`). Then
+ours: which kinds of groups go on the cards first, or the knapsack of ATSInfer; which groups are
+divided between processor and cards, or between cards, so that all end together; how much of the
+rest is brought over a link and computed on a card; and at last small changes, tried one by one.
+Every candidate is played through and the fastest wins, so a plan is never predicted slower than
+one made by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+from shadowlane.planner.catalog import GroupKind
+from shadowlane.planner.hybrid import STAGE_NBYTES, Load, Model, Plan, Site, kv_nbytes
+from shadowlane.planner.hybrid_layouts import (
+    Answer,
+    Question,
+    Spread,
+    best_of,
+    by_hand,
+    free_nbytes,
+    pack,
+    settle,
+)
+
+# What the search may use beside layouts made by hand. Each can be left out: what is it worth?
+MECHANISMS = ("kinds", "kv", "knapsack", "experts", "split", "across", "bring", "refine")
+TRIED = 4  # of the fastest starts, with parts brought over the link
+MOST_TRIES = 1500  # of small changes
+TRIES_OF_LOADS = 40_000  # and loads played through for them: a fraction of a second
+KNAPSACK_STEPS = 512  # of one card's room
+PARTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of what is not on the card, brought to it
+
+# What goes on the cards first. Experts fill what is left, all layers alike.
+ATTENTION: tuple[GroupKind, ...] = ("attn", "qkv", "o", "router")
+ORDERS: tuple[tuple[str, tuple[GroupKind, ...]], ...] = (
+    ("attention first", (*ATTENTION, "gate_up", "down", "lm_head", "experts")),
+    ("MLP first", ("gate_up", "down", "qkv", "o", "router", "lm_head", "attn", "experts")),
+    ("weights first", ("lm_head", "qkv", "o", "router", "gate_up", "down", "attn", "experts")),
+)
+
+
+def search(
+    question: Question,
+    *,
+    rivals: dict[str, Answer] | None = None,
+    using: Collection[str] = MECHANISMS,
+) -> Answer:
+    """The best plan found. rivals: what `by_hand` gave for the same question, if it was asked.
+
+    using: kinds: groups of one kind go on the cards before those of another; kv: keys and values
+    may stay in RAM while weights fill the cards; knapsack: ATSInfer's placement; experts: one by
+    one, by how hot they are, not by whole layers; split: groups divided between processor and
+    cards; across: groups divided between cards; bring: over the link, ahead of their use; refine:
+    small changes, tried one by one.
+
+    Raises TooLarge.
+    """
+    hand = by_hand(question) if rivals is None else rivals
+    best = best_of(question, (answer.plan for answer in hand.values()))
+    if not question.machine.cards:
+        return best
+    tried = [best]
+    plans = list(_starts(question, using))
+    if "knapsack" in using:
+        plans.append(knapsack(question))
+    tried += [
+        Answer(plan, question.times(plan))
+        for plan in plans
+        if plan is not None and question.fits(plan)
+    ]
+    tried.sort(key=lambda answer: answer.times.step_s)
+    best = tried[0]
+    if "bring" in using:
+        # In prefill almost all is brought, and what is fastest without that says little.
+        is_decode = question.work.phase == "decode"
+        for start in tried[: TRIED if is_decode else len(tried)]:
+            best = bring(question, start, best)
+    if "refine" in using:
+        tries = min(MOST_TRIES, TRIES_OF_LOADS // len(question.model.loads))
+        best = refine(question, best, tries, using)
+    return best
+
+
+def _starts(question: Question, using: Collection[str]) -> Iterator[Plan | None]:
+    """Ways to fill the cards."""
+    loads = question.model.loads
+    whole = [1.0] * len(loads)
+    limits = [("", whole)]
+    if "split" in using:
+        divided = [
+            1.0 if load.experts or load.kind == "attn" else part
+            for load, part in zip(loads, balance(question), strict=True)
+        ]
+        limits.append((", split", divided))
+    orders = {"layers": list(range(len(loads)))}
+    for name, kinds in ORDERS:
+        wanted = "kv" if kinds.index("attn") > 0 else "kinds"
+        if wanted in using:
+            rank = {kind: place for place, kind in enumerate(kinds)}
+            orders[name] = sorted(range(len(loads)), key=lambda i: rank[loads[i].kind])
+    ways = [("", False)]
+    if "across" in using and len(question.machine.cards) > 1:
+        ways.append((", across cards", True))
+    for name, order in orders.items():
+        for suffix, limit in limits:
+            for way, across in ways:
+                spread = pack(question, order, limit, by_one="experts" in using, across=across)
+                yield settle(question, name + suffix + way, spread)
+
+
+def knapsack(question: Question) -> Plan | None:
+    """ATSInfer's static placement, exact over `KNAPSACK_STEPS` steps of the room of one card.
+
+    Maximises what the card saves over the processor, less a crossing wherever neighbours differ.
+    """
+    model, work, machine = question.model, question.work, question.machine
+    if len(machine.cards) != 1 or any(load.experts for load in model.loads):
+        return None
+    step = free_nbytes(question, Spread.nowhere(model, 1))[0] / KNAPSACK_STEPS
+    if step <= 0:
+        return None
+    crossing = machine.cards[0].crossing_s
+    nothing = np.full(KNAPSACK_STEPS + 1, np.inf)
+    on_cpu, on_card = nothing.copy(), nothing.copy()
+    on_cpu[0] = 0.0
+    sizes: list[int] = []
+    crossed: list[tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]] = []  # to cpu, to card
+    for load in model.loads:
+        cpu_s, gpu_s = _alone_s(question, load)
+        size = int(np.ceil((load.nbytes + kv_nbytes(load, work)) / step))
+        to_cpu = np.minimum(on_cpu, on_card + crossing)
+        to_card = np.minimum(on_card, on_cpu + crossing)
+        crossed.append((on_card + crossing < on_cpu, on_cpu + crossing < on_card))
+        sizes.append(size)
+        on_cpu = to_cpu + cpu_s
+        on_card = nothing.copy()
+        if size <= KNAPSACK_STEPS:
+            on_card[size:] = to_card[: KNAPSACK_STEPS + 1 - size] + gpu_s
+    used = int(np.argmin(np.minimum(on_cpu, on_card)))
+    is_on_card = bool(on_card[used] < on_cpu[used])
+    vram = [0.0] * len(model.loads)
+    for index in range(len(model.loads) - 1, -1, -1):
+        if is_on_card:
+            vram[index] = 1.0
+            used -= sizes[index]
+        is_on_card ^= bool(crossed[index][int(is_on_card)][used])
+    return settle(question, "knapsack", Spread(vram, [(1.0,)] * len(vram)))
+
+
+def _alone_s(question: Question, load: Load) -> tuple[float, float]:
+    """Seconds of one load on the processor and on the first card."""
+    alone = replace(question, model=replace(question.model, loads=(load,)))
+    over = (1.0, *(0.0 for _ in question.machine.cards[1:]))
+    cpu = alone.times(Plan("", (Site(0.0, 1.0, 0.0, over),)))
+    card = alone.times(Plan("", (Site(1.0, 0.0, 0.0, over),)))
+    return cpu.busy_s["cpu:0"], card.busy_s["gpu:0"]
+
+
+def balance(question: Question) -> list[float]:
+    """Per load, the part on the first card at which it and the processor would end together."""
+    known: dict[tuple[object, ...], float] = {}
+    parts: list[float] = []
+    for load in question.model.loads:
+        key = (load.kind, load.nbytes, load.flops_per_row)
+        if key not in known:
+            cpu_s, gpu_s = _alone_s(question, load)
+            known[key] = cpu_s / (cpu_s + gpu_s) if cpu_s + gpu_s else 1.0
+        parts.append(known[key])
+    return parts
+
+
+# -- over the link
+
+
+def bring(question: Question, start: Answer, best: Answer) -> Answer:
+    """`best`, or `start` with a part of all rows, or every so many whole groups, brought."""
+    model = question.model
+    spread = _shrunk(question, Spread.of(start.plan), STAGE_NBYTES)
+    plans: list[Plan | None] = [start.plan]
+    for part in PARTS:
+        for what, brought in (
+            ("rows", _rows_brought(model, spread.vram, part)),
+            ("groups", _groups_brought(model, spread.vram, part)),
+        ):
+            name = f"{start.plan.name}, {part:.0%} of {what} brought"
+            plans.append(settle(question, name, spread, brought))
+    return best_of(question, plans, best)
+
+
+def _rows_brought(model: Model, vram: Sequence[float], part: float) -> list[float]:
+    return [
+        part if v < 1.0 and load.kind != "attn" else 0.0
+        for load, v in zip(model.loads, vram, strict=True)
+    ]
+
+
+def _groups_brought(model: Model, vram: Sequence[float], part: float) -> list[float]:
+    """Whole groups, spread evenly, until they are `part` of the bytes that are not on a card."""
+    brought: list[float] = []
+    owed = 0.0
+    for load, v in zip(model.loads, vram, strict=True):
+        take = 0.0
+        if v < 1.0 and load.kind != "attn":
+            owed += part * load.nbytes
+            if owed >= load.nbytes / 2:
+                take = 1.0
+                owed -= load.nbytes
+        brought.append(take)
+    return brought
+
+
+def _shrunk(question: Question, spread: Spread, spare_nbytes: float) -> Spread:
+    """The same parts less what has to go, from the end, to leave so much free on each card."""
+    left = [each - spare_nbytes for each in free_nbytes(question, spread)]
+    vram = list(spread.vram)
+    for index in range(len(vram) - 1, -1, -1):
+        load = question.model.loads[index]
+        short = max(
+            (-have / part for have, part in zip(left, spread.over[index], strict=True) if part),
+            default=0.0,
+        )
+        if short <= 0 or not vram[index] or load.kind == "attn":
+            continue
+        given = min(vram[index], short / load.whole_nbytes)
+        if load.experts:
+            given = min(vram[index], -(-given * load.experts // 1) / load.experts)
+        vram[index] -= given
+        for card, part in enumerate(spread.over[index]):
+            left[card] += load.whole_nbytes * given * part
+    return Spread(vram, spread.over)
+
+
+# -- by trying
+
+
+def refine(question: Question, best: Answer, tries: int, using: Collection[str]) -> Answer:
+    """Changes that make a plan faster, one by one: of single loads, and of all of one kind.
+
+    tries: how many are played through. The same question gives the same answer.
+    """
+    random = Random(0)
+    loads = question.model.loads
+    movable = [i for i, load in enumerate(loads) if load.kind != "attn" and not load.experts]
+    may_bring, may_split = "bring" in using, "split" in using
+    if not movable:
+        return best
+    for _ in range(tries):
+        spread = Spread.of(best.plan)
+        brought = [site.brought for site in best.plan.sites]
+        one, other = random.choice(movable), random.choice(movable)
+        part = random.choice((0.0, 1.0, random.random()))
+        what = random.randrange(5)
+        if what == 0 and may_bring:
+            brought[one] = part
+        elif what == 1 and may_bring:
+            for index in movable:
+                if loads[index].kind == loads[one].kind:
+                    brought[index] = part
+        else:  # room on cards goes from one load to another, or is used where it is free
+            freed = spread.vram[other] if what != 2 and one != other else 0.0
+            spread.vram[other] -= freed
+            spare = STAGE_NBYTES if any(brought) else 0.0
+            for index in (one, other):
+                room = _room_for(question, spread, index, spare)
+                grown = min(1.0 - spread.vram[index], room / loads[index].nbytes)
+                if not may_split and grown < 1.0 - spread.vram[index]:
+                    grown = 0.0
+                spread.vram[index] += grown * (part or 1.0 if may_split else 1.0)
+        plan = settle(question, _refined(best.plan.name), spread, brought)
+        best = best_of(question, [plan], best)
+    return best
+
+
+def _refined(name: str) -> str:
+    return name if name.endswith(", refined") else f"{name}, refined"
+
+
+def _room_for(question: Question, spread: Spread, index: int, spare_nbytes: float) -> float:
+    """Bytes of one load that its cards still have room for."""
+    free = free_nbytes(question, spread)
+    return max(
+        0.0,
+        min(
+            (have - spare_nbytes) / part
+            for have, part in zip(free, spread.over[index], strict=True)
+            if part
+        ),
+    )

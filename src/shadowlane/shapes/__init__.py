@@ -1,0 +1,58 @@
+"""Models known by their shapes alone, and machines by their figures: what plans can be made of.
+
+Nothing here reads weights; nothing is said about what a model would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shadowlane.ops.errors import ModelError
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.hardware import Hardware, read_hardware
+
+
+def known_shapes() -> tuple[str, ...]:
+    """Names that `shape_catalog` takes."""
+    return tuple(_shapes())
+
+
+def _shapes() -> dict[str, Any]:
+    text = resources.files(__package__).joinpath("models.yaml").read_text()
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
+def shape_catalog(
+    name: str, context: int | None = None, layouts: Mapping[str, str] | None = None
+) -> Catalog:
+    """The groups of a model by its short name. Raises ModelError for one that is not known.
+
+    layouts: pattern of tensor names -> format, instead of those the name stands for.
+    """
+    from shadowlane.actors.blueprint import cut_model
+    from shadowlane.actors.spec import Options
+    from shadowlane.ops.files.imagined import imagine_files
+
+    shapes = _shapes()
+    if name not in shapes:
+        raise ModelError(f"model must be one of {', '.join(shapes)}; got {name!r}")
+    files = imagine_files(name, shapes[name]["config"], layouts or shapes[name]["layouts"])
+    return cut_model(files, Options(context=context), 1).catalog
+
+
+def load_hardware(path: Path) -> Hardware:
+    """Read a hardware file. Raises ModelError naming the file and what is wrong with it."""
+    try:
+        data = yaml.safe_load(path.read_text())
+        return read_hardware(data)
+    except FileNotFoundError:
+        raise ModelError(f"no such hardware file: {path}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{path}: {reason}") from None
