@@ -18,7 +18,7 @@ import json
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bandwidth import best_disk_bytes_per_s, best_dram_bytes_per_s
@@ -28,9 +28,10 @@ from machine import hardware_line, run_limited, versions
 from measure import as_json, markdown_table, ratio_per_round, spread
 
 from shadowlane.actors.blueprint import Blueprint, read_blueprint
+from shadowlane.actors.routing import routed_model
 from shadowlane.actors.service import heat_path
 from shadowlane.actors.spec import Options
-from shadowlane.planner.expert_sim import Ranking, Speeds, rank
+from shadowlane.planner.expert_sim import MEASURED_DELAYS, Ranking, Speeds, rank
 from shadowlane.planner.heat import Heat, heat_of
 from shadowlane.planner.routing_files import read_trace, write_trace
 from shadowlane.planner.search import SPARE_EXPERTS
@@ -125,6 +126,7 @@ def measure(given: argparse.Namespace) -> None:
     experts = blueprint.experts
     if experts is None:
         raise ValueError(f"{given.model} must be a mixture of experts; it is not")
+    trace = replace(trace, model=routed_model(blueprint))  # the sizes of this file, not of its own
     extent = experts.sources[0].extents[0].held_nbytes
     heat = heat_of(first)
     heat = Heat(blueprint.fingerprint, heat.visits, heat.counts)
@@ -172,7 +174,7 @@ def simulate(
     assert busy is not None, "there is at least one round"
     assert fio is not None, "there is at least one round"
     read = sum(model.expert_nbytes) * model.top_k + model.all_dense_nbytes
-    return rank(trace, slots, Speeds(fio.median, read / busy.median))  # type: ignore[arg-type]
+    return rank(trace, slots, Speeds(fio.median, read / busy.median, MEASURED_DELAYS))  # type: ignore[arg-type]
 
 
 def report(

@@ -27,7 +27,7 @@ from shadowlane.actors.spec import Options
 from shadowlane.planner.heat import Heat, heat_of
 from shadowlane.planner.routing_files import read_trace, write_trace
 
-US = 1e3  # ms of a microsecond's thousand: spans are in us
+US = 1e3  # in a ms; spans are in us
 CPU = 1  # process number of the first compute lane in a timeline
 DISK = 100
 
@@ -78,12 +78,13 @@ def take_apart(timeline: dict[str, Any]) -> dict[str, Any]:
     steps = sorted(starts)[2:-1]  # whole ones, warm
     wall = {step: starts[step + 1] - starts[step] for step in steps if step + 1 in starts}
     parts: dict[str, float] = defaultdict(float)
-    for each in spans:
+    for each, following in zip(spans, [*spans[1:], None], strict=True):
         step = each["args"].get("step")
         if step not in wall or not CPU <= each["pid"] < DISK:
             continue
-        if each["name"] == "wait":
-            parts["wait for peers, and wake-up"] += each["dur"]
+        if each["name"] == "wait":  # the span that follows is what the worker waited to begin
+            assert following is not None, "a wait is between two spans"
+            parts[f"wait for peers before {_kind(following['name'])}"] += each["dur"]
             continue
         waited = each["args"].get("waited_for_disk_us", 0.0)
         parts[f"compute {_kind(each['name'])}"] += each["dur"] - waited
