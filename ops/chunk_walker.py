@@ -46,7 +46,7 @@ from shadowlane.ops.chunk_kernels import (
 )
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.kernels import element_nbytes
-from shadowlane.ops.routes import route
+from shadowlane.ops.routes import call_disk_lane, route
 from shadowlane.ops.rows import convert_row
 from shadowlane.ops.walker import (
     gate_up_item,
@@ -446,9 +446,10 @@ def walk_chunk(
                 ):
                     return FAILED
             if is_last_item(base, geometry, row, record, num_items):
-                if kind == t.ROUTER:
-                    route(base, geometry, row, step, num_rows, 0)
+                misses = kind == t.ROUTER and route(base, geometry, row, step, num_rows, 0)
                 retire(base, geometry, row, record)
+                if misses:
+                    call_disk_lane(base, geometry)
         if worked:
             note_span(base, geometry, worker, step, row[t.GROUP], start, now_ns(), waited)
     return WAIT_OK

@@ -118,8 +118,11 @@ def mark_used(word: int, number: int) -> bool:
 
 
 @njit
-def route(base: int, geometry: Any, row: Any, step: int, num_rows: int, is_decode: int) -> None:
-    """Choose for every row, mark what is in RAM, and ask the disk lane for the rest.
+def route(base: int, geometry: Any, row: Any, step: int, num_rows: int, is_decode: int) -> bool:
+    """Choose for every row, mark what is in RAM, and make the request for the rest.
+
+    True: there is one. `call_disk_lane` comes when the instruction has retired: whoever wakes the
+    disk lane may lose its core to it, and its peers have experts to compute.
 
     row: of a ROUTER, whose output is float32 [num_rows, ROUTER_STRIDE]: a logit per expert, then,
     where the layer has a shared expert with a gate, the gate's, which becomes its factor here.
@@ -179,7 +182,7 @@ def route(base: int, geometry: Any, row: Any, step: int, num_rows: int, is_decod
     publish(ready, np.int32(before + num_resident))
     if num_missing > 0:
         write_i64(numbers + 8 * t.NEWEST_REQUEST, number)
-        call_disk_lane(base, geometry)
+    return num_missing > 0
 
 
 @njit

@@ -47,7 +47,7 @@ from shadowlane.ops.kernels import (
     weighted_sum,
 )
 from shadowlane.ops.packed import quantise_row
-from shadowlane.ops.routes import route
+from shadowlane.ops.routes import call_disk_lane, route
 from shadowlane.ops.rows import finish_row
 
 
@@ -389,12 +389,15 @@ def walk(
                 else:
                     linear_item(base, geometry, row, item, blocks, record, x, inputs, scratch)
             if is_last_item(base, geometry, row, record, num_items):
+                misses = False
                 if kind == t.ROUTER:
-                    route(base, geometry, row, step, num_rows, 0 if same_sequence else 1)
+                    misses = route(base, geometry, row, step, num_rows, 0 if same_sequence else 1)
                 elif kind == t.EXPERTS:
                     outputs = base + geometry[t.EXPERT_OUTPUT]
                     add_experts(base, geometry, row, LAYOUT_F32, outputs, 0, num_rows, 0)
                 retire(base, geometry, row, record)
+                if misses:
+                    call_disk_lane(base, geometry)
         if worked:
             note_span(base, geometry, worker, step, row[t.GROUP], start, now_ns(), waited)
     return WAIT_OK

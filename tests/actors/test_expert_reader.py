@@ -86,7 +86,8 @@ class Alone:
         self.field(layer, "ids", len(experts))[:] = experts
         row = np.zeros(t.INSTRUCTION_COLUMNS, np.int64)
         row[t.SPARSE_LAYER], row[t.OUTPUT] = layer, self.layout.scratch["router"]
-        route(self.base, self.geometry, row, 0, rows, 1)
+        if route(self.base, self.geometry, row, 0, rows, 1):
+            call_disk_lane(self.base, self.geometry)
 
     def is_ready(self, layer: int, count: int | None = None, timeout_s: float = PATIENCE_S) -> bool:
         header = self.header(layer)
