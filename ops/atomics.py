@@ -233,6 +233,16 @@ def publish(counter: int, value: int) -> None:
 
 
 @njit
+def publish_next(counter: int) -> None:
+    """Raise by one a counter that several may raise; wake those who wait for its new value."""
+    value = add32(counter, types.int32(1)) + 1
+    for back in range(1 + LOOK_BACK):
+        bed = _bed(counter, value - back)
+        if load32(bed) != 0:
+            _wake(bed)
+
+
+@njit
 def wait_counter(counter: int, wanted: int, abort: int, spin_ns: int, timeout_ns: int) -> int:
     """Wait until the counter reaches `wanted`; spin for `spin_ns`, then sleep.
 

@@ -21,6 +21,7 @@ from shadowlane.ops.atomics import (
     load32,
     load64,
     publish,
+    publish_next,
     read_f32,
     read_i32,
     read_i64,
@@ -188,5 +189,4 @@ def route(base: int, geometry: Any, row: Any, step: int, num_rows: int, is_decod
 @njit
 def call_disk_lane(base: int, geometry: Any) -> None:
     """Wake the disk lane's reader of experts: there is a request, or a guess."""
-    counter = base + geometry[t.COUNTERS] + geometry[t.REQUEST_COUNTER] * t.COUNTER_NBYTES
-    publish(counter, load32(counter) + np.int32(1))
+    publish_next(base + geometry[t.COUNTERS] + geometry[t.REQUEST_COUNTER] * t.COUNTER_NBYTES)
