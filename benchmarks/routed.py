@@ -58,7 +58,8 @@ def budget_for(model: Path, slots: int, threads: int, context: int) -> int:
     whole = plan_model(model, ram=1 << 42, cpu_threads=threads, ctx_size=context)
     slot = whole["bytes"]["experts"] // whole["expert_slots"]
     gathered = sum(each["ram_nbytes"] for each in whole["groups"] if each["kind"] == "embed")
-    return whole["bytes"]["total"] - gathered - (whole["expert_slots"] - slots) * slot
+    spare = gathered + whole["bytes"]["expanded"]
+    return whole["bytes"]["total"] - spare - (whole["expert_slots"] - slots) * slot
 
 
 def run_once(given: argparse.Namespace, ram: int, policy: str | None, trace: Path) -> Reading:

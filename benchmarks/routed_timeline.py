@@ -178,11 +178,13 @@ def main() -> None:
     found["cpu_ms_per_token"] = used
     found["decode_tok_per_s"] = statistics["decode_tok_per_s"]
     found["hit_rate"] = statistics["experts"]["hit_rate"]
+    found["slots"] = statistics["experts"]["slots"]
     if given.output == "json":
         print(as_json(found))
         return
     print(f"{hardware_line(given.model)}\n")
-    print(f"{found['decode_tok_per_s']:.2f} tok/s, {100 * found['hit_rate']:.1f} % hits; "
+    print(f"{found['decode_tok_per_s']:.2f} tok/s, {100 * found['hit_rate']:.1f} % hits in "
+          f"{found['slots']} slots; "
           f"a step {found['step_ms']:.1f} ms (mean of {found['steps']})\n")  # fmt: skip
     rows = [(name, f"{value:.1f}") for name, value in found["parts_ms"].items()]
     rows += [(f"CPU time of {name}", f"{value:.1f}") for name, value in used.items()]
