@@ -37,8 +37,8 @@ class Delays:
     step_s: float = 0.0  # between two steps
 
 
-# Of `benchmarks/routed_timeline.py` on two cores with both of them computing.
-MEASURED_DELAYS = Delays(start_s=140e-6, arrive_s=100e-6, layer_s=250e-6, step_s=3e-3)
+# By `benchmarks/routed_timeline.py`, on two cores that both compute.
+MEASURED_DELAYS = Delays(start_s=90e-6, arrive_s=100e-6, layer_s=80e-6, step_s=1.5e-3)
 
 
 @dataclass(frozen=True, slots=True)
