@@ -158,6 +158,7 @@ def simulate(
         speeds = expert_sim.Speeds(
             disk_bytes_per_s or measured[0] or cost.ASSUMED_DISK_BYTES_PER_S,
             dram_bytes_per_s or measured[1] or cost.ASSUMED_DRAM_BYTES_PER_S,
+            expert_sim.MEASURED_DELAYS,
         )
         num_slots = (
             _slots(trace.model, ram_nbytes, slots) if placement is None else placement.expert_slots
