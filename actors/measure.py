@@ -86,6 +86,7 @@ def _engine(
         min(ram, needed + copies),
         (tuple(cores),),
         expand="always" if copies else "never",
+        subchunks=1,
         replan=False,  # a planner knows nothing of the placement without copies, and may re-plan
     )
     engine = Engine(root, replace(options, context=context), settings, ThreadHost(), cut)
