@@ -18,7 +18,7 @@ from shadowlane.planner.simulate import simulate
 # The request that a chunk is chosen for: a prompt of this part of the context, and an answer.
 PROMPT_PART = 2
 ANSWER_TOKENS = 128
-LEAST_GAIN = 0.01  # of that request's time, for which RAM goes to longer chunks
+LEAST_GAIN = 0.005  # of that request's time, for which RAM goes to longer chunks
 # What a step with a chunk may take, as predicted, where tokens of other requests wait for it. One
 # sub-chunk may take longer: it cannot be less.
 HELD_UP_S = 2.0

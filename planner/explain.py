@@ -27,8 +27,10 @@ WHY = {
 def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict[str, Any]:
     """JSON-able. Bytes are exact; seconds are predicted, `measured` says from what."""
     decode = simulate(catalog, placement, cost)
-    # A prompt's chunk, of the size that was measured; its mean row attends to half of it.
-    chunk_rows = cost.measured_chunk or PREFILL_ROWS
+    # A prompt's chunk, of the size that was measured, or longer; its mean row attends to half of it.
+    chunk_rows = placement.subchunks * catalog.subchunk_rows
+    if placement.subchunks == 1:
+        chunk_rows = cost.measured_chunk or PREFILL_ROWS
     chunk = Workload("prefill", chunk_rows, max(1, chunk_rows // 2))
     gain = predicted_gain(catalog, placement, cost)
     prefill_s = simulate(catalog, placement, cost, workload=chunk).step_s * (1 - (gain or 0.0))
@@ -64,6 +66,7 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
         "num_slots": placement.num_slots,
         "expert_slots": placement.expert_slots,
         "context_tokens": placement.context_tokens,
+        "chunk_rows": placement.subchunks * catalog.subchunk_rows,
         "kv_pages": placement.kv_pages,
         "predicted": {
             "decode_step_s": decode.step_s,
