@@ -104,9 +104,7 @@ def subchunk_end(
 
 
 @njit
-def batch_end(
-    geometry: Any, route: int, at: int, end: int, num_decode: int, together: int
-) -> int:
+def batch_end(geometry: Any, route: int, at: int, end: int, num_decode: int, together: int) -> int:
     """As `subchunk_end`, of as many sub-chunks as there is room for: `together` pairs."""
     stop = at
     while stop < end:

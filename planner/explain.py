@@ -6,6 +6,7 @@ from typing import Any
 
 from shadowlane.planner.bounds import bounds
 from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.chunks import chunk_s
 from shadowlane.planner.cost import CostModel, Workload
 from shadowlane.planner.expanded import predicted_gain, why
 from shadowlane.planner.placement import Placement
@@ -27,13 +28,14 @@ WHY = {
 def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict[str, Any]:
     """JSON-able. Bytes are exact; seconds are predicted, `measured` says from what."""
     decode = simulate(catalog, placement, cost)
-    # A prompt's chunk, of the size that was measured, or longer; its mean row attends to half of it.
-    chunk_rows = placement.subchunks * catalog.subchunk_rows
-    if placement.subchunks == 1:
-        chunk_rows = cost.measured_chunk or PREFILL_ROWS
+    # A prompt's chunk, of the size that was measured; its mean row attends to half of it.
+    chunk_rows = cost.measured_chunk or PREFILL_ROWS
     chunk = Workload("prefill", chunk_rows, max(1, chunk_rows // 2))
     gain = predicted_gain(catalog, placement, cost)
     prefill_s = simulate(catalog, placement, cost, workload=chunk).step_s * (1 - (gain or 0.0))
+    if placement.subchunks > 1:
+        chunk_rows = placement.subchunks * catalog.subchunk_rows
+        prefill_s = chunk_s(catalog, placement, cost, chunk_rows)
     least = bounds(catalog, placement, cost)
     shares_of_step = {
         lane: round(100 * min(1.0, busy / decode.step_s), 1) if decode.step_s else 0.0
