@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowlane.ops.chunk_walker import count_parts, part_rows
@@ -13,6 +13,7 @@ def cuts(rows: int, together: int) -> list[tuple[int, int]]:
     return [part_rows(part, rows, together) for part in range(count_parts(rows, together))]
 
 
+@settings(deadline=None)  # the first call compiles
 @given(st.integers(1, 5000), st.integers(1, 2000))
 def test_a_sub_chunk_is_cut_as_it_would_be_alone(rows: int, together: int) -> None:
     expected = [
