@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel, Workload
-from shadowlane.planner.expanded import saved_s
-from shadowlane.planner.placement import DISK_LANE, InfeasiblePlan, Placement, Request
+from shadowlane.planner.placement import InfeasiblePlan, Placement, Request
 from shadowlane.planner.simulate import simulate
 
 # The request that a chunk is chosen for: a prompt of this part of the context, and an answer.
@@ -79,17 +78,12 @@ def request_s(catalog: Catalog, placement: Placement, cost: CostModel) -> float:
 def chunk_s(catalog: Catalog, placement: Placement, cost: CostModel, rows: int) -> float:
     """Seconds, predicted, of a step with a chunk of so many rows.
 
-    Packed weights are expanded once for all sub-chunks, which spares the others what a copy would.
+    A second sub-chunk may cost less than the first, since what is packed is expanded once for both:
+    both are measured, and further ones taken to cost as much as the second.
     """
     attended = max(1, _prompt_tokens(placement) // 2)  # of a row, on average
-    played = simulate(catalog, placement, cost, workload=Workload("prefill", rows, attended))
-    rate, others = cost.copies_save_s_per_byte, (rows - 1) // catalog.subchunk_rows
-    if rate is None or not others:
-        return played.step_s
-    copied = set(placement.expanded)
-    packed = [block.index for block in catalog.blocks if block.index not in copied]
-    spared_s = others * saved_s(catalog, placement.shares, packed, rate)
-    return max(played.step_s - spared_s, played.busy_s[DISK_LANE])
+    workload = Workload("prefill", rows, attended)
+    return simulate(catalog, placement, cost, workload=workload).step_s
 
 
 def _prompt_tokens(placement: Placement) -> int:

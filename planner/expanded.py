@@ -69,7 +69,7 @@ def predicted_gain(catalog: Catalog, placement: Placement, cost: CostModel) -> f
         return None
     chunk = Workload("prefill", rows, max(1, rows // 2))  # a row attends to half of it, on average
     chunk_s = simulate(catalog, placement, cost, workload=chunk).step_s
-    return min(1.0, saved_s(catalog, placement.shares, placement.expanded, rate) / chunk_s)
+    return min(1.0, _saved_s(catalog, placement.shares, placement.expanded, rate) / chunk_s)
 
 
 def why(placement: Placement, gain: float | None) -> str:
@@ -80,7 +80,7 @@ def why(placement: Placement, gain: float | None) -> str:
     return what if gain is None else f"{what}: predicted to take {gain:.0%} off their time"
 
 
-def saved_s(
+def _saved_s(
     catalog: Catalog, shares: Mapping[str, tuple[Share, ...]], copies: Iterable[int], rate: float
 ) -> float:
     """Seconds that copies of these blocks spare a sub-chunk.

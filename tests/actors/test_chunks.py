@@ -33,6 +33,7 @@ from tiny import tiny_tokens
 from shadowlane.actors import engine as engines
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.disk_lane import EXPERT_NBYTES, ModelFile
+from shadowlane.actors.measure import measure_groups
 
 OPTIONS = Options(context=256, prefill_chunk=25, logit_rows=200, dtype="float32")
 PROMPT = tiny_tokens(190)  # seven sub-chunks of 25 rows, and 15
@@ -248,3 +249,15 @@ def test_a_chunk_that_is_cancelled_is_not_computed_to_its_end(
             assert run.generate(PROMPT, 12, reuses_cache=True) == expected
             assert run.generate(tiny_tokens(30), 2)
         assert run.engine.error is None
+
+
+def test_a_second_sub_chunk_is_measured_beside_the_first(tiny_model: Callable[..., Path]) -> None:
+    """What is done once for both is told from what is not; where there is room for two."""
+    model = tiny_model("llama2")
+
+    def measured(ram: int) -> set[int]:
+        figures = measure_groups((0,), model, OPTIONS, ram)["groups"]
+        return {figure.rows for figure in figures if figure.phase == "prefill"}
+
+    assert measured(AMPLE) == {25, 50}
+    assert measured(smallest(model, OPTIONS, ONE_THREAD, 1)) == {25}
