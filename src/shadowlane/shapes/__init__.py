@@ -53,6 +53,8 @@ def load_hardware(path: Path) -> Hardware:
         return read_hardware(data)
     except FileNotFoundError:
         raise ModelError(f"no such hardware file: {path}") from None
+    except IsADirectoryError:
+        raise ModelError(f"a hardware file must be a file; {path} is a folder") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{path}: {reason}") from None
