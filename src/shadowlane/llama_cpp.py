@@ -174,7 +174,10 @@ def number_pattern(numbers: Iterable[int]) -> str:
     for last, befores in same.items():
         rest = [before for before in befores if before]
         lead = _group(number_pattern(rest)) if rest else ""
-        patterns.append(f"{lead}{'?' if rest and len(rest) < len(befores) else ''}{last}")
+        if rest and len(rest) < len(befores):
+            is_one = len(lead) == 1 or lead == r"\d" or lead[0] + lead[-1] in ("[]", "()")
+            lead = f"{lead}?" if is_one else f"({lead})?"
+        patterns.append(lead + last)
     return "|".join(patterns)
 
 
