@@ -1,4 +1,4 @@
-"""`shadowlane plan --hardware`: tables, an object, flags for llama.cpp, one line for what is wrong."""
+"""`shadowlane plan --hardware`: tables, an object, flags for llama.cpp, errors of one line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Command = Callable[..., Result]
 
 @pytest.fixture
 def few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search without most of its small changes: plans are nearly as good and ten times sooner."""
+    """The search without most of its small changes: nearly as good, and much sooner."""
     monkeypatch.setattr("shadowlane.planner.hybrid_search.MOST_TRIES", 50)
 
 

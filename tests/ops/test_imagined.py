@@ -112,5 +112,5 @@ def test_the_first_pattern_that_matches_counts() -> None:
 
 
 def test_a_shape_that_is_not_known_is_named() -> None:
-    with pytest.raises(ModelError, match="model must be one of llama-2-7b, .*; got 'llama-9'"):
+    with pytest.raises(ModelError, match=r"model must be one of llama-2-7b, .*; got 'llama-9'"):
         shape_catalog("llama-9")
