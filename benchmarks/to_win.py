@@ -1,9 +1,11 @@
 """What is there to win? The planner's model of five machines and seven models, nothing measured.
 
-Two tables. The first: when nothing changes, how much faster the best plan is than the best layout
-tuned by hand, and what each mechanism adds alone or takes away by its absence. The second: when
-something changes, how much the best plan of each stretch wins over the one best plan that is kept,
-both with foresight, moves included. A mechanism that wins nothing here is not worth building.
+Two tables, in per cent. The first: when nothing changes, how much faster the best plan is than the
+best layout tuned by hand, and what each mechanism adds alone / loses by its absence. The second:
+when something changes, how much the best plan of each stretch wins over the one best plan that is
+kept / over the plan that was best at first, all with foresight, moves included. A mechanism that
+wins nothing here is not worth building. With a recorded trace, two more: how often experts that are
+hot are chosen, and what it would win if those on cards followed.
 
     python benchmarks/to_win.py                          all pairs, a quarter of an hour on one core
     python benchmarks/to_win.py --models mixtral-8x7b    one model on all machines
@@ -246,6 +248,35 @@ def routing_table(trace: Trace) -> str:
     return "\n".join(lines)
 
 
+def following_table(trace: Trace, names: Iterable[str], paths: Sequence[Path]) -> str:
+    """What a hot set on cards that follows the choices would win if its moves were free.
+
+    moves: what they would take of a link, of a token's time.
+    """
+    kept = curve([(part, hot_half(trace, part)) for part in PARTS])
+    points = [(part, *following(trace, part)) for part in PARTS]
+    follows = curve([(part, rate) for part, rate, _ in points])
+    moved = curve([(part, experts) for part, _, experts in points])
+    cells = []
+    for name in names:
+        model = model_of(shape_catalog(name), name)
+        routed = [index for index, load in enumerate(model.loads) if load.experts]
+        if hit_rate_of(model, kept) is not kept or not routed:
+            continue
+        for path in paths:
+            machine = load_hardware(path)
+            first, then = (
+                search(Question(model, machine, Work(), hit_rate=rate)) for rate in (kept, follows)
+            )
+            part = sum(then.plan.sites[index].vram for index in routed) / len(routed)
+            nbytes = moved(part) * sum(model.loads[index].nbytes for index in routed)
+            link_s = nbytes / sum(card.h2d_bytes_per_s for card in machine.cards)
+            gain = first.times.step_s / then.times.step_s - 1
+            share = link_s / then.times.step_s
+            cells.append((name, path.stem, f"{part:.0%}", percent(gain), percent(share)))
+    return "\n".join(table(("model", "machine", "on cards", "gain", "moves"), cells))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -274,17 +305,16 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if asked.read is not None:
         rows = [row for path in asked.read for row in json.loads(path.read_text())]
-        asked.models = ()
     began = time.monotonic()
     total = len(asked.models) * len(asked.machines)
-    for name in asked.models:
+    for name in asked.models if asked.read is None else ():
         model = model_of(shape_catalog(name), name)
         for path in asked.machines:
             machine = otherwise(load_hardware(path), asked.crossing_us, asked.cores_read)
             rows.append(pair(model, path.stem, machine, recorded))
             done = f"{len(rows)} of {total}, {time.monotonic() - began:.0f} s"
             print(f"\r{done}", end="", file=sys.stderr, flush=True)
-    if asked.models:
+    if asked.read is None:
         print(file=sys.stderr)
     if asked.output == "json":
         print(json.dumps(rows, indent=1))
@@ -292,6 +322,7 @@ def main() -> None:
     print(markdown(rows))
     if trace is not None:
         print("\n" + routing_table(trace))
+        print("\n" + following_table(trace, asked.models, asked.machines))
 
 
 if __name__ == "__main__":
