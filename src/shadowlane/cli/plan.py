@@ -82,9 +82,9 @@ def plan(
     With --weights, the packed copy is written to the cache first, if it is
     not there yet. Ends with exit code 2, naming what is short and by how much, if nothing fits.
 
-    With --hardware, everything is predicted for another machine: what a card would bring, which
-    layout would be fastest there, and what would hold it up. Nothing runs, and there is no GPU
-    lane yet that could: such figures are emulated.
+    With --hardware, all of it is predicted for another machine: what a card
+    would bring, which layout would be fastest there and what would hold it up.
+    Nothing runs, and there is no GPU lane yet that could: figures are emulated.
     """
     if hardware is not None:
         _refuse_what_is_only_here(context)
