@@ -209,14 +209,15 @@ def main() -> None:
     if asked.output == "json":
         print(json.dumps(rows, indent=1))
         return
-    print(
-        "| model | machine | scenario | kept loses | recovered | over kept | over by hand | re-plans | moved |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    heads = ("model", "machine", "scenario", "world", "kept loses", "recovered", "over kept")
+    heads += ("over by hand", "re-plans", "moved")
+    print(f"| {' | '.join(heads)} |")
+    print("|---" * len(heads) + "|")
     for row in rows:
         recovered = "-" if row["recovered"] is None else f"{row['recovered']:.0%}"
         print(
-            f"| {row['model']} | {row['machine']} | {row['scenario']} | {row['loss']:.0%} | "
+            f"| {row['model']} | {row['machine']} | {row['scenario']} | {row['seed']} | "
+            f"{row['loss']:.0%} | "
             f"{recovered} | {row['over_kept']:+.0%} | {row['over_hand']:+.0%} | "
             f"{row['replans']} | {row['moved_gb']:.1f} GB |"
         )
