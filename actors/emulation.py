@@ -12,8 +12,7 @@ On a virtual clock: `World.step` computes, nothing waits. Rates are emulated, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from random import Random
 
 from shadowlane.planner.hardware import CALM, Hardware
@@ -44,8 +43,7 @@ class Hidden:
     def drawn(seed: int, spread: float = 0.3) -> Hidden:
         """Each factor between 1 - spread and 1 + spread."""
         random = Random(seed)
-        draw: Callable[[], float] = lambda: 1.0 + random.uniform(-spread, spread)  # noqa: E731
-        return Hidden(draw(), draw(), draw(), draw(), draw(), draw())
+        return Hidden(*(1.0 + random.uniform(-spread, spread) for _ in fields(Hidden)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,7 +321,12 @@ states = st.sampled_from(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=NO_SHRINKING)
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=NO_SHRINKING,
+)
 @given(whole=models(), machine=machines, work=works, state=states)
 def test_any_plan_found_fits_and_beats_hands_but_no_bound(
     whole: Model, machine: Hardware, work: Work, state: Conditions
