@@ -21,6 +21,9 @@ from shadowlane.planner.hybrid import STAGE_NBYTES, HitRate, Load, Model, Plan, 
 
 CHUNK_NBYTES = 4e6  # of what links bring
 SMALL_NBYTES = 1.5e6  # a matrix of this size reaches half of a rate
+RING_NBYTES = 1e9  # of what is read from disk ahead of its use
+READ_S = 1e-4  # before a read on demand begins
+LEAST_PART = 0.15  # of the DRAM port that cores get, however busy it is
 JITTER = 0.02  # standard deviation of each duration, as a part of it
 CORE_OFF_S = 4e-3  # how long a core is taken away at a time
 MOVE_PART = 0.25  # of a step that links give to a background move if nothing is left over
@@ -96,7 +99,7 @@ class World:
         self.machine = true_machine(machine, hidden or Hidden())
         self.state = CALM
         self.now_s = 0.0
-        self._hit_rate = hit_rate
+        self.hit_rate = hit_rate
         self._random = Random(seed)
         self._card_busy_s = 0.0
 
@@ -123,7 +126,7 @@ class World:
         return max(0.5, self._random.gauss(1.0, JITTER))
 
     def draw_hits(self, part: float, top_k: int) -> int:
-        rate = self._hit_rate(part)
+        rate = self.hit_rate(part)
         return sum(self._random.random() < rate for _ in range(top_k))
 
     def core_off_s(self, seconds: float) -> float:
@@ -157,17 +160,15 @@ class _Step:
             card.crossing_s + row_nbytes / (card.h2d_bytes_per_s * world.state.link)
             for card in machine.cards
         ]
-        self._credit = [STAGE_NBYTES] * len(machine.cards)  # bytes that came ahead
         self._link_free_s = [0.0] * len(machine.cards)
-        self._disk_credit = 1e9
-        self._owed = self._bytes_to_come()
-
-    def _bytes_to_come(self) -> float:
-        return sum(
-            load.nbytes * (1.0 - site.vram) * site.brought
-            for load, site in zip(self._world.model.loads, self._plan.sites, strict=True)
-            if load.kind != "attn"
-        )
+        # Bytes that links and disk still have to bring for this step, whatever routers choose.
+        dense = [
+            (load.nbytes, site)
+            for load, site in zip(world.model.loads, plan.sites, strict=True)
+            if load.kind != "attn" and not load.experts
+        ]
+        self._to_bring = sum(nbytes * (1.0 - site.vram) * site.brought for nbytes, site in dense)
+        self._to_read = sum(nbytes * (1.0 - site.vram - site.ram) for nbytes, site in dense)
 
     def play(self) -> float:
         world = self._world
@@ -177,8 +178,7 @@ class _Step:
             is_first = load.layer != layer
             layer = load.layer
             ready = self._group(load, site, ready, is_first)
-        end_s = min(ready)
-        return max(end_s, *(self.busy[name] for name in self.links), self.busy["disk:0"])
+        return max(min(ready), *(self.busy[name] for name in self.links), self.busy["disk:0"])
 
     def _group(self, load: Load, site: Site, ready: list[float], is_first: bool) -> list[float]:
         """When its output is at each side."""
@@ -186,7 +186,6 @@ class _Step:
         parts = self._parts(load, site)
         begin_s = min(ready)
         ends: list[tuple[int, float]] = []
-        link_nbytes = 0.0
         for index, card in enumerate(machine.cards):
             resident, brought, flops = parts.card(site.over[index])
             if resident + brought + flops <= 0.0:
@@ -202,15 +201,11 @@ class _Step:
             if brought:
                 arrived_s = self._bring(index, brought, begin_s, parts.is_late)
                 end_s = max(end_s, arrived_s + CHUNK_NBYTES / card.vram_bytes_per_s)
-                link_nbytes += brought
             self.busy[self.cards[index]] += work_s + launch_s
             ends.append((1 + index, end_s))
         if parts.cpu_nbytes + parts.cpu_flops > 0.0:
-            port = machine.dram_bytes_per_s
-            if self._owed and (link_nbytes or not parts.is_late):
-                # Links are at work beside, as long as anything is still to come: a fair share.
-                port -= self._link_load()
-            rate = min(machine.cpu_bytes_per_s, max(port, machine.dram_bytes_per_s * 0.15))
+            port = machine.dram_bytes_per_s - self._load_beside(parts)
+            rate = min(machine.cpu_bytes_per_s, max(port, machine.dram_bytes_per_s * LEAST_PART))
             work_s = max(_bent(parts.cpu_nbytes, rate), parts.cpu_flops / machine.cpu_flops)
             work_s = work_s * world.jitter() + machine.cpu_launch_s
             work_s += world.core_off_s(work_s)
@@ -235,11 +230,26 @@ class _Step:
         jitter = self._world.jitter()
         return jitter * sum(self._cross_s[side - 1] for side in (here, there) if side)
 
-    def _link_load(self) -> float:
-        """Bytes per second that links draw from the port while a step runs."""
-        return sum(
-            card.h2d_bytes_per_s * self._world.state.link for card in self._world.machine.cards
-        )
+    def _load_beside(self, parts: _Parts) -> float:
+        """Bytes per second that links and disk take from the DRAM port while the cores compute.
+
+        What is on its way ahead takes its part as long as anything is still to come; what a router
+        has just chosen, as long as it is on its way.
+        """
+        world = self._world
+        cores_s = parts.cpu_nbytes / world.machine.cpu_bytes_per_s
+        link = sum(card.h2d_bytes_per_s for card in world.machine.cards) * world.state.link
+        disk = world.machine.disk_bytes_per_s * world.state.disk
+        load = 0.0
+        for rate, ahead, now in (
+            (link, self._to_bring, parts.brought_nbytes),
+            (disk, self._to_read, parts.read_nbytes),
+        ):
+            if ahead > 1.0:
+                load += rate
+            elif now:
+                load += rate * min(1.0, now / rate / max(cores_s, 1e-9))
+        return load
 
     def _bring(self, index: int, nbytes: float, begin_s: float, is_late: bool) -> float:
         """When the last chunk is there: ahead while there is room, the rest from `begin_s` on."""
@@ -247,26 +257,22 @@ class _Step:
         rate = card.h2d_bytes_per_s * self._world.state.link
         seconds = nbytes / rate * self._world.jitter() + nbytes / CHUNK_NBYTES * 2e-6
         self.busy[self.links[index]] += seconds
-        self._owed = max(0.0, self._owed - nbytes)
+        self._to_bring -= nbytes
         free_s = self._link_free_s[index]
-        if is_late:
-            start_s = max(free_s, begin_s)
-        else:
-            ahead_s = min(self._credit[index], STAGE_NBYTES) / rate
-            start_s = max(free_s, begin_s - ahead_s) if free_s else -ahead_s
+        ahead_s = 0.0 if is_late else STAGE_NBYTES / rate
+        start_s = max(free_s, begin_s - ahead_s)
         self._link_free_s[index] = start_s + seconds
         return self._link_free_s[index]
 
     def _read(self, nbytes: float, begin_s: float, is_late: bool) -> float:
+        """When it is in RAM: on demand, or ahead of its use, in a ring that was full at first."""
         rate = self._world.machine.disk_bytes_per_s * self._world.state.disk
         seconds = nbytes / rate * self._world.jitter()
         self.busy["disk:0"] += seconds
         if is_late:
-            return begin_s + seconds + 1e-4
-        # What a ring holds came while the step before ended.
-        ahead = min(self._disk_credit, nbytes)
-        self._disk_credit -= ahead
-        return max(begin_s, self.busy["disk:0"] - 1e9 / rate)
+            return begin_s + READ_S + seconds
+        self._to_read -= nbytes
+        return self.busy["disk:0"] - RING_NBYTES / rate
 
     def _parts(self, load: Load, site: Site) -> _Parts:
         work = self._work
@@ -293,11 +299,9 @@ class _Step:
         chosen = expected_distinct(load.experts, load.top_k, work.rows)
         if is_decode and work.rows == 1:
             hits = float(self._world.draw_hits(site.vram, load.top_k))
-            there = min(1.0, site.vram + site.ram)
-            lost = (load.top_k - hits) * (1.0 if there <= site.vram else _lost(site, self._world))
         else:
-            hits = chosen * (self._world._hit_rate(site.vram) if is_decode else site.vram)
-            lost = chosen * max(0.0, 1.0 - site.vram - site.ram)
+            hits = chosen * (self._world.hit_rate(site.vram) if is_decode else site.vram)
+        lost = (chosen - hits) * self._lost(site)
         missing = chosen - hits
         per_expert = flops / chosen
         brought, off = missing * site.brought, missing * (1.0 - site.brought)
@@ -311,11 +315,11 @@ class _Step:
             is_decode,
         )
 
-
-def _lost(site: Site, world: World) -> float:
-    """Of the chosen experts that are not on cards, the part that is only on disk."""
-    on_card, in_memory = world._hit_rate(site.vram), world._hit_rate(min(1.0, site.vram + site.ram))
-    return (1.0 - in_memory) / (1.0 - on_card) if on_card < 1.0 else 0.0
+    def _lost(self, site: Site) -> float:
+        """Of the chosen experts that are not on cards, the part that is only on disk."""
+        rate = self._world.hit_rate if self._work.phase == "decode" else float
+        on_cards, in_memory = rate(site.vram), rate(min(1.0, site.vram + site.ram))
+        return (1.0 - in_memory) / (1.0 - on_cards) if on_cards < 1.0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
