@@ -26,8 +26,7 @@ from typing import Any
 
 from shadowlane.actors.emulation import Hidden, World, true_machine
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
-from shadowlane.planner.hit_rate import assumed_hit_rate
-from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, model_of
+from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, assumed_hits, model_of
 from shadowlane.planner.hybrid_layouts import Question, by_hand
 from shadowlane.planner.hybrid_search import MECHANISMS, search
 from shadowlane.planner.hybrid_shadow import (
@@ -49,7 +48,6 @@ SCENARIOS: dict[str, Conditions] = {
     "link: 60 % taken": Conditions(link=0.4),
     "VRAM: 2 GB taken": Conditions(vram_taken_nbytes=2e9),
 }
-FEW_EXPERTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +190,7 @@ def main() -> None:
     began = time.monotonic()
     for name in asked.models:
         model = model_of(shape_catalog(name), name)
-        experts = max((load.experts for load in model.loads), default=0)
-        hit_rate: HitRate = (
-            (lambda part: assumed_hit_rate(round(part * 1_000_000), 1_000_000))
-            if experts > FEW_EXPERTS
-            else (lambda part: part)
-        )
+        hit_rate = assumed_hits(model)
         for file in asked.machines:
             machine = load_hardware(ROOT / "examples" / "hardware" / f"{file}.yaml")
             for scenario in asked.scenarios:

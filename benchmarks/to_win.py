@@ -31,8 +31,7 @@ from typing import Any
 import numpy as np
 
 from shadowlane.planner.hardware import Hardware
-from shadowlane.planner.hit_rate import assumed_hit_rate
-from shadowlane.planner.hybrid import HitRate, Model, Work, model_of
+from shadowlane.planner.hybrid import HitRate, Model, Work, assumed_hits, model_of
 from shadowlane.planner.hybrid_layouts import Question, TooLarge, by_hand
 from shadowlane.planner.hybrid_search import MECHANISMS, search
 from shadowlane.planner.routing import Trace
@@ -115,17 +114,15 @@ def curve(points: list[tuple[float, float]]) -> HitRate:
     return rate
 
 
-def recorded_hit_rate(part: float) -> float:
-    return assumed_hit_rate(round(part * 1_000_000), 1_000_000)
-
-
 def even_hit_rate(part: float) -> float:
     return part
 
 
-def hit_rate_of(model: Model, recorded: HitRate) -> HitRate:
-    experts = max((load.experts for load in model.loads), default=0)
-    return recorded if experts > FEW_EXPERTS else even_hit_rate
+def hit_rate_of(model: Model, recorded: HitRate | None) -> HitRate:
+    """As recorded, if it was; of few experts none is much hotter than another."""
+    if max((load.experts for load in model.loads), default=0) <= FEW_EXPERTS:
+        return even_hit_rate
+    return recorded or assumed_hits(model)
 
 
 def mechanisms(question: Question) -> dict[str, Any]:
@@ -157,7 +154,7 @@ def otherwise(machine: Hardware, crossing_us: float | None, cores_read: float) -
     return replace(machine, cards=cards, cpu_bytes_per_s=machine.cpu_bytes_per_s * cores_read)
 
 
-def pair(model: Model, name: str, machine: Hardware, recorded: HitRate) -> dict[str, Any]:
+def pair(model: Model, name: str, machine: Hardware, recorded: HitRate | None) -> dict[str, Any]:
     hit_rate = hit_rate_of(model, recorded)
     row: dict[str, Any] = {"model": model.name, "machine": name, "emulated": True}
     work = Work(max_context=min(4096, model.max_context))
@@ -297,7 +294,7 @@ def main() -> None:
     parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="JSON of earlier runs")
     parser.add_argument("--output", choices=("md", "json"), default="md")
     asked = parser.parse_args()
-    recorded: HitRate = recorded_hit_rate
+    recorded: HitRate | None = None
     trace = None
     if asked.routing is not None:
         trace = read_trace(asked.routing)

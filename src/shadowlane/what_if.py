@@ -15,12 +15,11 @@ from typing import Any
 from shadowlane.llama_cpp import llama_cpp_flags
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hardware import Hardware
-from shadowlane.planner.hit_rate import assumed_hit_rate
 from shadowlane.planner.hybrid import (
-    HitRate,
     Model,
     Plan,
     Work,
+    assumed_hits,
     demand,
     kv_nbytes,
     model_of,
@@ -34,8 +33,6 @@ from shadowlane.planner.placement import show_nbytes
 
 OURS = "shadowlane"
 PROMPT_ROWS = 2048  # of a prompt that is planned for at once
-FEW_EXPERTS = 16  # of models with so few none is much hotter than another
-_FINE = 1_000_000
 
 
 def what_if(
@@ -66,7 +63,7 @@ def what_if(
     rows: list[dict[str, Any]] = []
     plans: dict[str, Plan] = {}
     for work in works:
-        question = Question(model, machine, work, hit_rate=_hit_rate(model))
+        question = Question(model, machine, work, hit_rate=assumed_hits(model))
         hand = by_hand(question)
         try:
             best = search(question, rivals=hand)
@@ -138,13 +135,6 @@ def _what_is_short(question: Question) -> str:
         f"keys and values take {show_nbytes(round(kv))}, embedding and scratch "
         f"{show_nbytes(round(model.fixed_ram_nbytes))} of RAM; there are {room} to plan with"
     )
-
-
-def _hit_rate(model: Model) -> HitRate:
-    """How hot experts are is assumed: as recorded of a model with many, even in one with few."""
-    if max((load.experts for load in model.loads), default=0) <= FEW_EXPERTS:
-        return lambda part: part
-    return lambda part: assumed_hit_rate(round(part * _FINE), _FINE)
 
 
 def _rows(question: Question, hand: dict[str, Answer], best: Answer) -> list[dict[str, Any]]:
