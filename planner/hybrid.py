@@ -86,7 +86,7 @@ def model_of(catalog: Catalog, name: str) -> Model:
 
 
 def assumed_hits(model: Model) -> HitRate:
-    """How often the hottest experts are chosen where nobody has run the model; see `hit_rate.py`."""
+    """How often the hottest experts are chosen, where nobody has run it; see `hit_rate.py`."""
     mixture = next((load for load in model.loads if load.experts), None)
     if mixture is None:
         return lambda part: part
