@@ -13,11 +13,12 @@ import os
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from shadowlane.actors.blueprint import PAGE, Blueprint
-from shadowlane.actors.scratch import SHARED_BUFFERS, route_layout
+from shadowlane.actors.scratch import SHARED_BUFFERS, TURN_BUFFERS, route_layout
 from shadowlane.ops import table as t
 from shadowlane.planner.placement import Placement, whole_pages
 from shadowlane.sizes import FreeRam, format_size, free_ram
@@ -137,6 +138,7 @@ class ArenaLayout:
     num_pages: int
     max_pages: int  # of one sequence
     step_rows: int  # the most that one step may have
+    subchunks: int  # the most that a chunk of a prompt may have
     scratch: dict[str, int]
     worker_scratch: tuple[int, ...]  # per compute lane: its first worker's
     ring: int
@@ -160,7 +162,7 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
     threads = [lane.threads for lane in placement.lanes]
     config = blueprint.config
     max_pages = -(-placement.context_tokens // blueprint.catalog.page_tokens)
-    step_rows = t.MAX_DECODE_ROWS + blueprint.options.prefill_chunk
+    step_rows = t.MAX_DECODE_ROWS + placement.subchunks * blueprint.options.prefill_chunk
     record = t.RecordLayout(
         rows=step_rows,
         logits=blueprint.options.step_logits,
@@ -192,8 +194,13 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
         constant_offsets[source.name] = offset
         offset += math.prod(source.shape) * 4  # a group's biases follow one another
     kv = take(placement.kv_nbytes)
-    plan = blueprint.scratch
+    plan = blueprint.scratch[placement.subchunks]
     scratch = {name: take(getattr(plan, name)) for name in SHARED_BUFFERS}
+    turn = take(max(plan.turn_nbytes(names) for names in TURN_BUFFERS))
+    for names in TURN_BUFFERS:
+        sizes = [whole_pages(getattr(plan, name)) for name in names]
+        offsets = accumulate(sizes[:-1], initial=turn)
+        scratch |= dict(zip(names, offsets, strict=True))
     worker_scratch = tuple(take(count * plan.worker_nbytes) for count in threads)
     ring = take(placement.slots_nbytes)
     weights = take(placement.weights_nbytes)
@@ -222,6 +229,7 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
         num_pages=placement.kv_pages,
         max_pages=max_pages,
         step_rows=step_rows,
+        subchunks=placement.subchunks,
         scratch=scratch,
         worker_scratch=worker_scratch,
         ring=ring,

@@ -1,8 +1,9 @@
 """Which requests run, what each step carries of them, and what they get from it.
 
 Knows nothing of lanes: sequences go in, step plans come out, logits come back. A step's shape
-depends on the sequences it carries alone, and a prompt's chunks on that prompt alone, so nobody
-else's requests change the bits of an answer.
+depends on the sequences it carries, and on how long a chunk the plan allows; but a prompt's
+sub-chunks, which are what is multiplied together, on that prompt alone. So nobody else's requests
+change the bits of an answer.
 """
 
 from __future__ import annotations
@@ -77,8 +78,12 @@ class Batch:
         # the last token must go through a step again: its logits are wanted
         return slot, min(shared[slot], len(sequence.prompt) - 1)
 
-    def form_step(self) -> Step:
-        """One token of each decoding sequence, and the next chunk of one prompt."""
+    def form_step(self, alone: int = 1, beside: int = 1) -> Step:
+        """One token of each decoding sequence, and the next chunk of one prompt.
+
+        alone: the most sub-chunks of a prompt that has the step to itself; beside: ... of one that
+        other sequences' tokens wait for.
+        """
         prompts = [sequence for sequence in self.running if not sequence.is_decoding]
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         if prompts:
@@ -92,8 +97,34 @@ class Batch:
         rows = tuple(row for each in decoding for row in _rows(each, 1))
         if not prompts:
             return Step(StepPlan(rows, len(rows), same_sequence=False), tuple(decoding))
-        plan = StepPlan(rows + _rows(sequence, limit), len(rows), same_sequence=False)
+        most = beside if decoding else alone
+        if sequence.wants_logits:
+            most = max(1, min(most, self._options.logit_rows // limit))
+        count = self._chunk_rows(len(sequence.pending), limit, most)
+        plan = StepPlan(rows + _rows(sequence, count), len(rows), False, subchunk_rows=limit)
         return Step(plan, (*decoding, sequence))
+
+    def _chunk_rows(self, pending: int, limit: int, most: int) -> int:
+        """Rows of the next chunk: up to `most` sub-chunks of `limit`, all but the last whole.
+
+        A rest that goes through the compiled kernels has a step of its own, as it would have after
+        a chunk of one.
+        """
+        rows = min(pending, limit * most)
+        rest = rows % limit
+        return rows - rest if rows > limit and rest <= self._few_rows else rows
+
+    @staticmethod
+    def is_unwanted(step: Step) -> bool:
+        """Whether all that a step carries has been cancelled: what it computes is for nobody."""
+        return bool(step.carried) and all(each.is_cancelled for each in step.carried)
+
+    def drop(self, step: Step) -> None:
+        """End what a step carried that was not finished, and forget what it would have cached."""
+        for sequence in step.carried:
+            assert sequence.slot is not None
+            sequence.known.clear()
+        self._reap()
 
     def give_results(self, step: Step, logits: np.ndarray, context: int, seconds: float) -> None:
         """Sample for each sequence whose turn it is; logits float32 [rows wanted, vocab]."""

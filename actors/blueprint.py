@@ -9,6 +9,7 @@ evenly.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,6 +42,7 @@ BLOCK_NBYTES = 4 << 20
 MIN_TILE_ROWS = 256
 MAX_TILES_OF_SMALL = 4
 PAGE_TOKENS = 32
+MAX_SUBCHUNKS = 16  # of a chunk of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Blueprint:
     embedding: TensorSource
     embedding_block_rows: int
     embedding_blocks: tuple[int, ...]
-    scratch: ScratchPlan
+    scratch: Mapping[int, ScratchPlan]  # by the most sub-chunks of a chunk
     options: Options
     workers: int
     context_limit: int  # longest context that scratch has room for
@@ -178,15 +180,19 @@ def cut_model(
         if block.group != "embed"
     ]
     constants = tuple(files.tensors[name] for name in _constant_names(descriptions))
-    scratch = plan_scratch(
-        config,
-        sources,
-        files.tensors[embedding_name],
-        options,
-        dtype,
-        context_limit,
-        READ_DEPTH * experts.buffer_nbytes if experts else 0,
-    )
+    scratch = {
+        count: plan_scratch(
+            config,
+            sources,
+            files.tensors[embedding_name],
+            options,
+            dtype,
+            context_limit,
+            count,
+            READ_DEPTH * experts.buffer_nbytes if experts else 0,
+        )
+        for count in _subchunk_counts(config, options, context_limit)
+    }
     kv_layout = choose_kv(options.kv, dtype, config.head_dim)
     page_nbytes = (
         config.num_layers
@@ -200,12 +206,18 @@ def cut_model(
         groups=tuple(groups),
         blocks=tuple(blocks),
         constants_nbytes=whole_pages(sum(_constant_nbytes(each) for each in constants) + 64),
-        scratch_nbytes=scratch.shared_nbytes + workers * scratch.worker_nbytes,
+        scratch_nbytes=scratch[1].shared_nbytes + workers * scratch[1].worker_nbytes,
         slot_nbytes=max(streamed),
         page_tokens=PAGE_TOKENS,
         page_nbytes=page_nbytes,
         max_context=context_limit,
         experts=experts.catalog if experts else None,
+        subchunk_rows=options.prefill_chunk,
+        chunk_scratch=tuple(
+            (count, plan.shared_nbytes + workers * plan.worker_nbytes)
+            for count, plan in scratch.items()
+            if count > 1
+        ),
     )
     return Blueprint(
         root=files.root,
@@ -229,6 +241,20 @@ def cut_model(
         unexpected=tuple(unexpected),
         experts=experts,
     )
+
+
+def _subchunk_counts(config: DecoderConfig, options: Options, context: int) -> list[int]:
+    """How many sub-chunks a chunk may have, where a prompt may be longer than half of it.
+
+    NOTE: where rotary frequencies depend on how much of a text a step has seen, they would depend
+    on the length of its chunk, and so would tokens: there a chunk is one sub-chunk.
+    """
+    counts = [1]
+    while not config.rope.depends_on_length and counts[-1] * 2 <= MAX_SUBCHUNKS:
+        if counts[-1] * max(1, options.prefill_chunk) >= context:
+            break
+        counts.append(counts[-1] * 2)
+    return counts
 
 
 def first_layers(config: DecoderConfig, count: int) -> DecoderConfig:

@@ -193,7 +193,8 @@ class CpuLane:
 
     def _seat(self, worker: int) -> Seat:
         scratch = self._layout.worker_scratch[self.number]
-        return Seat(worker, scratch + worker * self._blueprint.scratch.worker_nbytes)
+        plan = self._blueprint.scratch[self._layout.subchunks]
+        return Seat(worker, scratch + worker * plan.worker_nbytes)
 
     def _step(
         self,

@@ -89,6 +89,7 @@ class Engine:
             max_batch=options.max_batch,
             num_slots=settings.num_slots,
             expand=settings.expand,
+            subchunks=settings.subchunks,
         )
         self.batch = Batch(options, self.blueprint.few_rows)
         self.shadow = ShadowLink(host, self.blueprint.catalog, self.request, self.crew, settings)
@@ -294,7 +295,8 @@ class Engine:
                     for command in self.shadow.obey(self.step + 1):
                         self.set_spin_us(command.lane, command.spin_us)
                     if self.batch.running:
-                        self._run_step(self.batch.form_step())
+                        now = self.placement
+                        self._run_step(self.batch.form_step(now.subchunks, now.beside_subchunks))
                     else:  # while steps run, the wait for them looks after the lanes
                         self._look_after_lanes()
                         self._report_step()
@@ -333,11 +335,14 @@ class Engine:
         self._fill_record(step.plan, placement)
         self._report_step()
         self.shadow.talk(self.gauges)
-        self._wait_for_lanes()
+        is_void = self._wait_for_lanes(step)
         self.crew.finish_step()
+        self.steps_retired += 1
+        if is_void:
+            self.batch.drop(step)
+            return
         if self._routing is not None:
             self._routing.after(step.plan)
-        self.steps_retired += 1
         experts = NO_EXPERTS
         if step.plan.is_decode and not step.plan.same_sequence:
             experts = since(experts_before, self.gauges.expert_use())
@@ -380,8 +385,13 @@ class Engine:
         )
         publish(self._address(STEP_COUNTER), np.int32(self.step & 0x7FFFFFFF))
 
-    def _wait_for_lanes(self) -> None:
+    def _wait_for_lanes(self, step: Step) -> bool:
+        """True: all that the step carried was cancelled meanwhile, and the rest was left out.
+
+        That is for prefill steps, which may be long.
+        """
         assert self.arena is not None
+        is_void = False
         abort = self.arena.base + self.layout.abort
         for number, length in enumerate(self.crew.lengths):
             if not length:
@@ -389,6 +399,10 @@ class Engine:
             wanted = np.int32(np.uint32((self.crew.lane_bases[number] + length) & 0xFFFFFFFF))
             while wait_counter(self._address(number), wanted, abort, 0, CHECK_NS) != WAIT_OK:
                 self._look_after_lanes()
+                if not is_void and not step.plan.is_decode and self.batch.is_unwanted(step):
+                    self._records.make_void(self.step)
+                    is_void = True
+        return is_void
 
     def _address(self, counter: int) -> int:
         assert self.arena is not None

@@ -59,7 +59,7 @@ def make_geometry(
     blueprint: Blueprint, layout: ArenaLayout, lane: int, num_workers: int
 ) -> np.ndarray:
     """What is the same for all programs of a lane: int64 [GEOMETRY_FIELDS], see `table.py`."""
-    config, plan = blueprint.config, blueprint.scratch
+    config, plan = blueprint.config, blueprint.scratch[layout.subchunks]
     starts = [0, *accumulate(plan.worker_regions)]
     record = layout.record_offsets
     fields = {
@@ -101,6 +101,7 @@ def make_geometry(
         t.SCRATCH_OUTPUT: starts[3],
         t.SCRATCH_SCORES: starts[4],
         t.SCRATCH_TILE: starts[5],
+        t.SCRATCH_SECOND_TILE: starts[14] if plan.worker_second_tile else starts[5],
         t.SCRATCH_NORMALISED: starts[6],
         t.SCRATCH_PRODUCTS: starts[7],
         t.SCRATCH_QUERIES: starts[8],

@@ -36,6 +36,7 @@ from shadowlane.sizes import free_ram
 DECODE_ROWS = (1, 2, 4, 8)
 DECODE_CONTEXTS = (64, 1024)
 REPEATS = 5
+LONG_REPEATS = 2  # of a chunk of two sub-chunks, which is there for what is not done twice in it
 DISK_SECONDS = 0.5
 BRIEF_S = 1.0
 SLACK = 8 << 20
@@ -159,6 +160,11 @@ def _engine(
     )
     if catalog.experts is not None:
         needed += (catalog.experts.total - missing) * catalog.experts.slot_nbytes
+    subchunks, longer = 1, dict(catalog.chunk_scratch).get(2)
+    if longer is not None and not brief:
+        more = needed + longer - catalog.scratch_nbytes
+        if more <= min(ram, free_ram().free_nbytes):
+            subchunks, needed = 2, more
     if missing:  # no byte more, and none for embedding rows, or experts would have it
         needed -= SLACK - PAGE
         needed -= sum(
@@ -174,6 +180,7 @@ def _engine(
         min(ram, needed + copies),
         (tuple(cores),),
         expand="always" if copies else "never",
+        subchunks=subchunks,
         replan=False,  # a planner knows nothing of the placement without copies, and may re-plan
         prefetch=not missing,
     )
@@ -196,6 +203,9 @@ def _measure(
         work.append(("decode", 1, min(DECODE_CONTEXTS[1], context)))
         if chunk > t.MAX_DECODE_ROWS:
             work.append(("prefill", chunk, chunk))
+            longer = plain.subchunks * chunk
+            if chunk < longer <= context:
+                work.append(("prefill", longer, longer))
     figures: list[GroupFigure] = []
     gaps: list[float] = []
     outside: list[float] = []
@@ -203,16 +213,17 @@ def _measure(
     whole_s: dict[Phase, float] = {}  # of a step, of the first kind of each phase
     for phase, rows, tokens in dict.fromkeys(work):
         times: dict[int, list[float]] = defaultdict(list)
-        compares = phase == "prefill" and bool(copied.expanded)
+        compares = phase == "prefill" and rows == chunk and bool(copied.expanded)
         busy_s: list[float] = []  # of the processor in a step, over all threads
         copied_busy_s: list[float] = []  # the same with expanded copies, in turn
         clock_s: list[float] = []
         # Others take a moment to begin, and what counts is how fast it is while all are at it.
         until = time.monotonic() + BRIEF_S if brief else 0.0
-        repeat = -1
-        while repeat < REPEATS or time.monotonic() < until:
+        is_long = phase == "prefill" and rows > chunk
+        repeat, repeats = -1, LONG_REPEATS if is_long else REPEATS
+        while repeat < repeats or time.monotonic() < until:
             repeat += 1
-            step = _step(rows, tokens, phase, repeat, cut.config.vocab_size)
+            step = _step(rows, tokens, phase, repeat, cut.config.vocab_size, chunk)
             if compares:
                 engine.crew.switch(copied)
                 copied_busy_s.append(_processor_s(engine, step))
@@ -301,7 +312,7 @@ def _processor_s(engine: Engine, step: StepPlan) -> float:
     return time.process_time() - began
 
 
-def _step(rows: int, tokens: int, phase: Phase, repeat: int, vocab: int) -> StepPlan:
+def _step(rows: int, tokens: int, phase: Phase, repeat: int, vocab: int, subchunk: int) -> StepPlan:
     """A step whose last row attends to `tokens` tokens; what is in the cache does not matter.
 
     Each repeat has tokens of its own: of a mixture it goes to other experts, not to those that the
@@ -317,7 +328,8 @@ def _step(rows: int, tokens: int, phase: Phase, repeat: int, vocab: int) -> Step
         )
         for index in range(rows)
     )
-    return StepPlan(made, rows if phase == "decode" else 0, same_sequence=phase == "decode")
+    is_decode = phase == "decode"
+    return StepPlan(made, rows if is_decode else 0, is_decode, subchunk_rows=subchunk)
 
 
 def _spans(engine: Engine, threads: int) -> dict[int, tuple[int, int, int]]:

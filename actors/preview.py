@@ -65,6 +65,7 @@ def first_placement(spec: ServiceSpec, blueprint: Blueprint, cost: CostModel) ->
         max_batch=spec.options.max_batch,
         num_slots=spec.settings.num_slots,
         expand=spec.settings.expand,
+        subchunks=spec.settings.subchunks,
     )
     return place(blueprint.catalog, request, cost)
 

@@ -28,6 +28,7 @@ class StepPlan:
     rows: tuple[Row, ...]
     num_decode: int
     same_sequence: bool  # the decode rows are consecutive tokens of one prompt
+    subchunk_rows: int | None = None  # rows of the chunk multiplied together; None: all of it
 
     @property
     def num_prefill(self) -> int:
@@ -82,6 +83,7 @@ class RecordWriter:
         header[t.NUM_PREFILL] = plan.num_prefill
         header[t.NUM_LOGITS] = len(logit_rows)
         header[t.SAME_SEQUENCE] = int(plan.same_sequence)
+        header[t.SUBCHUNK_ROWS] = plan.subchunk_rows or max(1, plan.num_prefill)
         header[t.DISK_BASE] = disk_base
         header[t.LANE_BASE : t.LANE_BASE + len(lane_bases)] = lane_bases
         # NOTE: the step comes first: a worker that is late must not take the rest for its own.
@@ -94,6 +96,10 @@ class RecordWriter:
         for slot, (inv_freq, scaling) in frequencies.items():
             record.inv_freq[slot] = inv_freq
             record.scaling[slot] = scaling
+
+    def make_void(self, step: int) -> None:
+        """Tell the lanes that nobody wants what is left of a prefill step."""
+        self._records[step % RECORD_RING].header[t.IS_VOID] = 1
 
 
 class _Record:

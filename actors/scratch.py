@@ -34,13 +34,10 @@ class Rows(Protocol):
 
 SHARED_BUFFERS = (
     "residual",
-    "qkv",
     "cos",
     "sin",
     "attended",
-    "attended_chunk",
     "activated",
-    "activated_chunk",
     "logits",
     "gather",
     "router",
@@ -49,14 +46,20 @@ SHARED_BUFFERS = (
     "expert_places",
     "expert_activated",
     "expert_output",
-    "expert_output_chunk",
     "arranging",
 )
+# Two halves of a layer that never run at the same time, since all lanes wait for each other at each
+# group: what one half leaves here is dead in the other, and they share the space.
+TURN_BUFFERS = (("qkv", "attended_chunk"), ("activated_chunk", "expert_output_chunk"))
 
 
 @dataclass(frozen=True, slots=True)
 class ScratchPlan:
-    """Bytes of each activation buffer. R = rows of a step, W = workers, chunk = prefill rows."""
+    """Bytes of each activation buffer.
+
+    chunk = prefill rows of a step, R = those and MAX_DECODE_ROWS, sub-chunk = those that are
+    multiplied together.
+    """
 
     residual: int  # f32 [R, hidden]
     qkv: int  # f32 [R, q + k + v]
@@ -74,8 +77,9 @@ class ScratchPlan:
     worker_expand: int  # dot results and expanded rows; attention queries
     worker_scores: int
     worker_tile: int  # a panel of a packed block in the compute type
+    worker_second_tile: int  # ... of `up`, which is kept beside that of `gate` for all sub-chunks
     worker_normalised: int  # of a chunk, in the compute type
-    worker_products: int
+    worker_products: int  # of a sub-chunk
     worker_queries: int
     worker_cached: int  # keys and values of one head
     worker_mask: int
@@ -89,7 +93,7 @@ class ScratchPlan:
     expert_output: int  # f32 [MAX_DECODE_ROWS * k, hidden]
     expert_output_chunk: int  # compute type [chunk * k, hidden]
     arranging: int  # buffers of the disk lane, where experts lie scattered in their files
-    worker_gathered: int  # the rows of a chunk that go to one expert
+    worker_gathered: int  # the rows of a sub-chunk that go to one expert
     worker_activated: int
 
     @property
@@ -112,6 +116,7 @@ class ScratchPlan:
                 self.worker_words,
                 self.worker_gathered,
                 self.worker_activated,
+                self.worker_second_tile,
             )
         )
 
@@ -121,7 +126,12 @@ class ScratchPlan:
 
     @property
     def shared_nbytes(self) -> int:
-        return sum(whole_pages(getattr(self, name)) for name in SHARED_BUFFERS)
+        lasting = sum(whole_pages(getattr(self, name)) for name in SHARED_BUFFERS)
+        return lasting + max(self.turn_nbytes(names) for names in TURN_BUFFERS)
+
+    def turn_nbytes(self, names: Sequence[str]) -> int:
+        """Bytes of the buffers of one half of a layer, one behind the other."""
+        return sum(whole_pages(getattr(self, name)) for name in names)
 
 
 def is_in_place(source: Rows, compute: str) -> bool:
@@ -136,10 +146,13 @@ def plan_scratch(
     options: Options,
     dtype: DataType,
     context: int,
+    subchunks: int = 1,
     arranging: int = 0,
 ) -> ScratchPlan:
-    rows = MAX_DECODE_ROWS + options.prefill_chunk
-    chunk = options.prefill_chunk
+    """subchunks: of the longest chunk, each of `options.prefill_chunk` rows."""
+    subchunk = options.prefill_chunk
+    chunk = subchunks * subchunk
+    rows = MAX_DECODE_ROWS + chunk
     element = 4 if dtype == "float32" else 2
     heads_width = config.num_heads * config.head_dim
     qkv_width = heads_width + 2 * config.num_kv_heads * config.head_dim
@@ -157,10 +170,11 @@ def plan_scratch(
         for source in sources
         if not is_in_place(source, compute)
     ]
-    if not chunk >= 1:
-        raise ValueError(f"prefill_chunk must be at least 1; got {chunk}")
+    if not subchunk >= 1:
+        raise ValueError(f"prefill_chunk must be at least 1; got {subchunk}")
     if options.logit_rows < 1:
         raise ValueError(f"logit_rows must be at least 1; got {options.logit_rows}")
+    tile = max([*expanded, *_expert_panels(config, element)], default=0)
     return ScratchPlan(
         residual=rows * config.hidden_size * 4,
         qkv=rows * qkv_width * 4,
@@ -179,15 +193,16 @@ def plan_scratch(
         worker_output=2 * MAX_DECODE_ROWS * MAX_BLOCK_ROWS * 4,
         worker_expand=256 + max(4 * widest, (3 + 2 * grouped) * config.head_dim) * 4,
         worker_scores=grouped * (context + 1) * 4,
-        worker_tile=max([*expanded, *_expert_panels(config, element)], default=0),
+        worker_tile=tile,
+        worker_second_tile=tile if subchunks > 1 else 0,
         worker_normalised=max(chunk * element, 4) * config.hidden_size,
-        worker_products=2 * chunk * max([PANEL_ROWS, *in_place]) * element,
-        worker_queries=grouped * min(QUERY_ROWS, chunk) * config.head_dim * element,
+        worker_products=2 * subchunk * max([PANEL_ROWS, *in_place]) * element,
+        worker_queries=grouped * min(QUERY_ROWS, subchunk) * config.head_dim * element,
         worker_cached=2 * (context + 1) * config.head_dim * element,
-        worker_mask=min(QUERY_ROWS, chunk) * (context + 1) * element,
+        worker_mask=min(QUERY_ROWS, subchunk) * (context + 1) * element,
         worker_words=WORDS_NBYTES,
         arranging=arranging,
-        **_expert_buffers(config, rows, chunk, element),
+        **_expert_buffers(config, rows, chunk, subchunk, element),
     )
 
 
@@ -202,7 +217,9 @@ def _expert_panels(config: DecoderConfig, element: int) -> list[int]:
     ]
 
 
-def _expert_buffers(config: DecoderConfig, rows: int, chunk: int, element: int) -> dict[str, int]:
+def _expert_buffers(
+    config: DecoderConfig, rows: int, chunk: int, subchunk: int, element: int
+) -> dict[str, int]:
     """Bytes of the buffers that only a mixture has; see `ScratchPlan`."""
     moe = config.moe
     layers = len(moe.sparse_layers) if moe else 0
@@ -218,11 +235,11 @@ def _expert_buffers(config: DecoderConfig, rows: int, chunk: int, element: int) 
         "expert_output_chunk": chunk * top_k * config.hidden_size * element,
         # a decode row that looks ahead has its inputs, and its logits, in buffers of a chunk
         "worker_gathered": max(
-            chunk * config.hidden_size * element, (router_stride(config) + top_k) * 4
+            subchunk * config.hidden_size * element, (router_stride(config) + top_k) * 4
         )
         if moe
         else 0,
-        "worker_activated": max(chunk * element, MAX_DECODE_ROWS * 4) * inner,
+        "worker_activated": max(subchunk * element, MAX_DECODE_ROWS * 4) * inner,
     }
 
 

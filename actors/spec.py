@@ -55,6 +55,7 @@ class EngineSettings:
     prefetch: bool = True
     num_slots: int | None = None
     expand: Expand = "never"  # copies of packed weights in the compute type, for prefill
+    subchunks: int | None = None  # the most of a prompt that one step carries; None: planned
     replan: bool = True  # False: the first plan stays, whatever is measured
     shares: tuple[float, ...] | None = None  # rows of each compute lane, any scale; None: planned
     trace_routing: Path | None = None  # of a mixture: write what its routers choose to this file

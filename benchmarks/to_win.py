@@ -1,15 +1,19 @@
 """What is there to win? The planner's model of five machines and seven models, nothing measured.
 
-Two tables. The first: when nothing changes, how much faster the best plan is than the best layout
-tuned by hand, and what each mechanism adds alone or takes away by its absence. The second: when
-something changes, how much the best plan of each stretch wins over the one best plan that is kept,
-both with foresight, moves included. A mechanism that wins nothing here is not worth building.
+Two tables, in per cent. The first: when nothing changes, how much faster the best plan is than the
+best layout tuned by hand, and what each mechanism adds alone / loses by its absence. The second:
+when something changes, how much the best plan of each stretch wins over the one best plan that is
+kept / over the plan that was best at first, all with foresight, moves included. A mechanism that
+wins nothing here is not worth building. With a recorded trace, two more: how often experts that are
+hot are chosen, and what it would win if those on cards followed.
 
-    python benchmarks/to_win.py                          all pairs, about ten minutes
+    python benchmarks/to_win.py                          all pairs, a quarter of an hour on one core
     python benchmarks/to_win.py --models mixtral-8x7b    one model on all machines
     python benchmarks/to_win.py --routing trace.csv.gz   experts as hot as a recorded trace has them
+    python benchmarks/to_win.py --crossing-us 130 --cores-read 0.73    what if those were otherwise?
 
-All figures are ratios of predictions: emulated, and good for rankings at most.
+With --output json figures are kept, and --read makes the tables of such files. All are ratios of
+predictions: emulated, and good for rankings at most. docs/what-to-win.md says what follows.
 """
 
 from __future__ import annotations
@@ -19,13 +23,15 @@ import json
 import sys
 import time
 from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shadowlane.planner.hit_rate import assumed_hit_rate
-from shadowlane.planner.hybrid import HitRate, Model, Work, model_of
+from shadowlane.planner.hardware import Hardware
+from shadowlane.planner.hybrid import HitRate, Model, Work, assumed_hits, model_of
 from shadowlane.planner.hybrid_layouts import Question, TooLarge, by_hand
 from shadowlane.planner.hybrid_search import MECHANISMS, search
 from shadowlane.planner.routing import Trace
@@ -47,6 +53,7 @@ FEW_EXPERTS = 16  # of models with so few none is much hotter than another
 PARTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 ADAPTS_EVERY = 16  # tokens between two looks at what is hot
 FORGETS = 0.5 ** (1 / 64)
+LEAST = 0.01  # that is worth a figure
 
 
 def hot_half(trace: Trace, part: float) -> float:
@@ -107,17 +114,15 @@ def curve(points: list[tuple[float, float]]) -> HitRate:
     return rate
 
 
-def recorded_hit_rate(part: float) -> float:
-    return assumed_hit_rate(round(part * 1_000_000), 1_000_000)
-
-
 def even_hit_rate(part: float) -> float:
     return part
 
 
-def hit_rate_of(model: Model, recorded: HitRate) -> HitRate:
-    experts = max((load.experts for load in model.loads), default=0)
-    return recorded if experts > FEW_EXPERTS else even_hit_rate
+def hit_rate_of(model: Model, recorded: HitRate | None) -> HitRate:
+    """As recorded, if it was; of few experts none is much hotter than another."""
+    if max((load.experts for load in model.loads), default=0) <= FEW_EXPERTS:
+        return even_hit_rate
+    return recorded or assumed_hits(model)
 
 
 def mechanisms(question: Question) -> dict[str, Any]:
@@ -141,10 +146,17 @@ def mechanisms(question: Question) -> dict[str, Any]:
     }
 
 
-def pair(model: Model, hardware: Path, recorded: HitRate) -> dict[str, Any]:
-    machine = load_hardware(hardware)
+def otherwise(machine: Hardware, crossing_us: float | None, cores_read: float) -> Hardware:
+    """The same machine with other crossings, and cores that read so many times as fast."""
+    cards = machine.cards
+    if crossing_us is not None:
+        cards = tuple(replace(card, crossing_s=crossing_us * 1e-6) for card in cards)
+    return replace(machine, cards=cards, cpu_bytes_per_s=machine.cpu_bytes_per_s * cores_read)
+
+
+def pair(model: Model, name: str, machine: Hardware, recorded: HitRate | None) -> dict[str, Any]:
     hit_rate = hit_rate_of(model, recorded)
-    row: dict[str, Any] = {"model": model.name, "machine": hardware.stem, "emulated": True}
+    row: dict[str, Any] = {"model": model.name, "machine": name, "emulated": True}
     work = Work(max_context=min(4096, model.max_context))
     try:
         row |= mechanisms(Question(model, machine, work, hit_rate=hit_rate))
@@ -163,33 +175,54 @@ def pair(model: Model, hardware: Path, recorded: HitRate) -> dict[str, Any]:
 
 
 def percent(value: float) -> str:
-    return "." if abs(value) < 0.005 else f"{value:+.0%}"
+    return "." if abs(value) < LEAST else f"{100 * value:.0f}"
+
+
+def both(first: float, second: float) -> str:
+    """Two figures in one cell, or a dot where neither is worth a figure."""
+    return "." if max(abs(first), abs(second)) < LEAST else f"{percent(first)} / {percent(second)}"
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [
+        f"| {' | '.join(titles)} |",
+        "|" + "---|" * len(titles),
+        *(f"| {' | '.join(cells)} |" for cells in rows),
+    ]
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
+    """Per cent everywhere; a dot is less than one."""
     fitting = [row for row in rows if "too_large" not in row]
-    lines = [
-        "| model | machine | best by hand | ours | busiest | gain | "
-        + " | ".join(f"{name} alone / without" for name in MECHANISMS)
-        + " |",
-        "|" + "---|" * (6 + len(MECHANISMS)),
-    ]
-    for row in fitting:
-        cells = [
-            f"{percent(row['alone'][name])} / {percent(row['without'][name])}"
-            for name in MECHANISMS
-        ]
-        head = (row["model"], row["machine"], row["by_hand"], row["ours"], row["bottleneck"])
-        lines.append(f"| {' | '.join((*head, percent(row['gain']), *cells))} |")
-    names = [scenario.name for scenario in SCENARIOS if scenario.name != "calm"]
-    lines += ["", "| model | machine | " + " | ".join(names) + " |"]
-    lines.append("|" + "---|" * (2 + len(names)))
-    for row in fitting:
-        cells = []
-        for name in names:
-            outcome = row["scenarios"][name]
-            cells.append(f"{percent(outcome['gain'])} ({percent(outcome['first_loses'])})")
-        lines.append(f"| {row['model']} | {row['machine']} | {' | '.join(cells)} |")
+    scenarios = [scenario.name for scenario in SCENARIOS if scenario.name != "calm"]
+    lines = table(
+        ("model", "machine", "best by hand", "gain", *MECHANISMS),
+        (
+            (
+                row["model"],
+                row["machine"],
+                row["by_hand"],
+                percent(row["gain"]),
+                *(both(row["alone"][name], row["without"][name]) for name in MECHANISMS),
+            )
+            for row in fitting
+        ),
+    )
+    lines.append("")
+    lines += table(
+        ("model", "machine", *scenarios),
+        (
+            (
+                row["model"],
+                row["machine"],
+                *(
+                    both(row["scenarios"][name]["gain"], row["scenarios"][name]["first_loses"])
+                    for name in scenarios
+                ),
+            )
+            for row in fitting
+        ),
+    )
     lines += [
         f"\n{row['model']} on {row['machine']}: {row['too_large']}"
         for row in rows
@@ -212,6 +245,35 @@ def routing_table(trace: Trace) -> str:
     return "\n".join(lines)
 
 
+def following_table(trace: Trace, names: Iterable[str], paths: Sequence[Path]) -> str:
+    """What a hot set on cards that follows the choices would win if its moves were free.
+
+    moves: what they would take of a link, of a token's time.
+    """
+    kept = curve([(part, hot_half(trace, part)) for part in PARTS])
+    points = [(part, *following(trace, part)) for part in PARTS]
+    follows = curve([(part, rate) for part, rate, _ in points])
+    moved = curve([(part, experts) for part, _, experts in points])
+    cells = []
+    for name in names:
+        model = model_of(shape_catalog(name), name)
+        routed = [index for index, load in enumerate(model.loads) if load.experts]
+        if hit_rate_of(model, kept) is not kept or not routed:
+            continue
+        for path in paths:
+            machine = load_hardware(path)
+            first, then = (
+                search(Question(model, machine, Work(), hit_rate=rate)) for rate in (kept, follows)
+            )
+            part = sum(then.plan.sites[index].vram for index in routed) / len(routed)
+            nbytes = moved(part) * sum(model.loads[index].nbytes for index in routed)
+            link_s = nbytes / sum(card.h2d_bytes_per_s for card in machine.cards)
+            gain = first.times.step_s / then.times.step_s - 1
+            share = link_s / then.times.step_s
+            cells.append((name, path.stem, f"{part:.0%}", percent(gain), percent(share)))
+    return "\n".join(table(("model", "machine", "on cards", "gain", "moves"), cells))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -225,29 +287,39 @@ def main() -> None:
         metavar="FILE",
     )
     parser.add_argument("--routing", type=Path, help="a recorded trace, for how hot experts are")
+    parser.add_argument("--crossing-us", type=float, metavar="US", help="of every card's crossings")
+    parser.add_argument(
+        "--cores-read", type=float, default=1.0, metavar="TIMES", help="as fast as the file says"
+    )
+    parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="JSON of earlier runs")
     parser.add_argument("--output", choices=("md", "json"), default="md")
     asked = parser.parse_args()
-    recorded: HitRate = recorded_hit_rate
+    recorded: HitRate | None = None
     trace = None
     if asked.routing is not None:
         trace = read_trace(asked.routing)
         recorded = curve([(part, hot_half(trace, part)) for part in PARTS])
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if asked.read is not None:
+        rows = [row for path in asked.read for row in json.loads(path.read_text())]
     began = time.monotonic()
     total = len(asked.models) * len(asked.machines)
-    for name in asked.models:
+    for name in asked.models if asked.read is None else ():
         model = model_of(shape_catalog(name), name)
-        for hardware in asked.machines:
-            rows.append(pair(model, hardware, recorded))
+        for path in asked.machines:
+            machine = otherwise(load_hardware(path), asked.crossing_us, asked.cores_read)
+            rows.append(pair(model, path.stem, machine, recorded))
             done = f"{len(rows)} of {total}, {time.monotonic() - began:.0f} s"
             print(f"\r{done}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+    if asked.read is None:
+        print(file=sys.stderr)
     if asked.output == "json":
         print(json.dumps(rows, indent=1))
         return
     print(markdown(rows))
     if trace is not None:
         print("\n" + routing_table(trace))
+        print("\n" + following_table(trace, asked.models, asked.machines))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Prefill items of an EXPERTS instruction: one expert with all rows of the chunk that chose it.
 
 A chunk of hundreds of rows goes to nearly all experts of a layer, so each is one item, by one
-worker, and is read at most once. The last items add up what the experts gave, row by row.
+worker, and is read at most once, however long the chunk. The rows of each sub-chunk are multiplied
+for themselves, so that no bit depends on how many there are. The last items add up what the experts
+gave, row by row.
 """
 
 from __future__ import annotations
@@ -51,38 +53,66 @@ def is_in_place(geometry: Any, block: Any, address: int) -> bool:
 
 
 @njit
-def product(
+def ready_rows(
     geometry: Any,
-    aten: Any,
     block: Any,
     weights: int,
     rows: int,
-    x: int,
-    count: int,
     cols: int,
-    out: int,
-    scratch: int,
+    tile: int,
     expanded: int,
-) -> bool:
-    """The chunk times rows of a block from address `weights`, [count, rows] of the compute type.
+    scratch: int,
+) -> int:
+    """Address of rows of a block from address `weights` as torch multiplies with them.
 
-    expanded: address of the same rows as `expand_tile` makes them, 0 where there is no such copy.
-    False: torch refused.
+    Where they cannot stay where they are, they are expanded to `tile`. expanded: address of the
+    same rows as `expand_tile` makes them, 0 where there is no such copy.
     """
-    layout = geometry[t.COMPUTE_LAYOUT]
     if expanded != 0:
-        weights = expanded
-    elif not is_in_place(geometry, block, weights):
-        source, weights = weights, scratch + geometry[t.SCRATCH_TILE]
-        expand_tile(block, source, rows, cols, layout, weights, scratch)
-    words = scratch + geometry[t.SCRATCH_WORDS]
-    return torch.multiply(aten, words, x, count, cols, weights, rows, out, layout)
+        return expanded
+    if is_in_place(geometry, block, weights):
+        return weights
+    expand_tile(block, weights, rows, cols, geometry[t.COMPUTE_LAYOUT], tile, scratch)
+    return tile
 
 
 @njit
 def count_chunk_items(geometry: Any, num_rows: int) -> int:
     """Items of an EXPERTS instruction in a prefill step: experts first, then sums."""
     return geometry[t.NUM_EXPERTS] - (-num_rows // SUM_ROWS)
+
+
+@njit
+def goes_packed(row: Any, blocks: Any, count: int) -> bool:
+    """Whether so few rows of a chunk go to an expert that expanding it would cost more."""
+    first = row[t.EXPERT_BLOCKS]
+    is_packed = blocks[first + GATE][t.IS_PACKED] != 0 and blocks[first + UP][t.IS_PACKED] != 0
+    return is_packed and blocks[first + DOWN][t.IS_PACKED] != 0 and count <= t.MAX_DECODE_ROWS
+
+
+@njit
+def subchunk_end(
+    geometry: Any, route: int, at: int, end: int, num_decode: int, together: int
+) -> int:
+    """Behind the last of the pairs at..end that is of the same sub-chunk as the first."""
+    pairs, top_k = route + geometry[t.ROUTE_PAIRS], geometry[t.TOP_K]
+    first = read_i32(pairs + 4 * at) // top_k - num_decode
+    beyond = (num_decode + (first // together + 1) * together) * top_k
+    while at < end and read_i32(pairs + 4 * at) < beyond:
+        at += 1
+    return at
+
+
+@njit
+def batch_end(geometry: Any, route: int, at: int, end: int, num_decode: int, together: int) -> int:
+    """As `subchunk_end`, of as many sub-chunks as there is room for: `together` pairs."""
+    stop = at
+    while stop < end:
+        further = subchunk_end(geometry, route, stop, end, num_decode, together)
+        if further - at > together:
+            break
+        stop = further
+    return stop
 
 
 @njit
@@ -97,12 +127,15 @@ def multiply_chunk(
     begin: int,
     end: int,
     num_decode: int,
+    together: int,
     x: int,
     scratch: int,
 ) -> bool:
     """An expert times the chunk's rows of its pairs at begin..end. False: torch refused.
 
-    x: the chunk's normalised inputs in the compute type.
+    The rows of each sub-chunk are multiplied for themselves, while the same panel is there; those
+    that are few go through `multiply_few` and are left out. x: the chunk's normalised inputs in the
+    compute type.
     """
     layout, inner, hidden = (
         geometry[t.COMPUTE_LAYOUT],
@@ -111,11 +144,13 @@ def multiply_chunk(
     )
     nbytes, top_k, layer = element_nbytes(layout), geometry[t.TOP_K], row[t.SPARSE_LAYER]
     pairs = route + geometry[t.ROUTE_PAIRS]
-    count = end - begin
+    words = scratch + geometry[t.SCRATCH_WORDS]
+    tile = scratch + geometry[t.SCRATCH_TILE]
+    second_tile = scratch + geometry[t.SCRATCH_SECOND_TILE]
     gathered = scratch + geometry[t.SCRATCH_GATHERED]
     activated = scratch + geometry[t.SCRATCH_ACTIVATED]
     products = scratch + geometry[t.SCRATCH_PRODUCTS]
-    for index in range(count):
+    for index in range(end - begin):
         source = read_i32(pairs + 4 * (begin + index)) // top_k - num_decode
         copy_bytes(
             x + source * hidden * nbytes, gathered + index * hidden * nbytes, hidden * nbytes
@@ -125,62 +160,71 @@ def multiply_chunk(
     up_at = expert_address(base, geometry, layer, expert, UP)
     for first in range(0, inner, t.PANEL_ROWS):
         rows = min(t.PANEL_ROWS, inner - first)
-        others = products + count * rows * nbytes
-        place = gate_at + first * gate[t.ROW_NBYTES]
-        if not product(
-            geometry, aten, gate, place, rows, gathered, count, hidden, products, scratch, 0
-        ):
-            return False
-        place = up_at + first * up[t.ROW_NBYTES]
-        if not product(
-            geometry, aten, up, place, rows, gathered, count, hidden, others, scratch, 0
-        ):
-            return False
-        out = activated + first * nbytes
         gate_bias = expert_bias(base, row, expert, GATE, inner, first)
         up_bias = expert_bias(base, row, expert, UP, inner, first)
-        activate_tile(
-            base,
-            geometry,
-            products,
-            others,
-            layout,
-            count,
-            rows,
-            gate_bias,
-            up_bias,
-            out,
-            inner * nbytes,
-        )
+        ready, other, at = 0, 0, begin
+        while at < end:
+            stop = subchunk_end(geometry, route, at, end, num_decode, together)
+            count, index = stop - at, at - begin
+            at = stop
+            if goes_packed(row, blocks, count):
+                continue
+            source = gathered + index * hidden * nbytes
+            if ready == 0:
+                place = gate_at + first * gate[t.ROW_NBYTES]
+                ready = ready_rows(geometry, gate, place, rows, hidden, tile, 0, scratch)
+            if not torch.multiply(
+                aten, words, source, count, hidden, ready, rows, products, layout
+            ):
+                return False
+            others = products + count * rows * nbytes
+            if other == 0:
+                place = up_at + first * up[t.ROW_NBYTES]
+                other = ready_rows(geometry, up, place, rows, hidden, second_tile, 0, scratch)
+            if not torch.multiply(aten, words, source, count, hidden, other, rows, others, layout):
+                return False
+            activate_tile(
+                base,
+                geometry,
+                products,
+                others,
+                layout,
+                count,
+                rows,
+                gate_bias,
+                up_bias,
+                activated + (index * inner + first) * nbytes,
+                inner * nbytes,
+            )
     down = blocks[row[t.EXPERT_BLOCKS] + DOWN]
     down_at = expert_address(base, geometry, layer, expert, DOWN)
     outputs = base + geometry[t.EXPERT_OUTPUT_CHUNK]
     for first in range(0, hidden, t.PANEL_ROWS):
         rows = min(t.PANEL_ROWS, hidden - first)
-        place = down_at + first * down[t.ROW_NBYTES]
         bias = expert_bias(base, row, expert, DOWN, hidden, first)
-        if not product(
-            geometry, aten, down, place, rows, activated, count, inner, products, scratch, 0
-        ):
-            return False
-        for index in range(count):
-            pair = read_i32(pairs + 4 * (begin + index)) - num_decode * top_k
-            out = outputs + (pair * hidden + first) * nbytes
-            result = products + index * rows * nbytes
-            if bias != 0:
-                finish_row(layout, result, bias, 0, scratch + EXPAND_AT, rows)
-                convert_row(layout, scratch + EXPAND_AT, out, rows)
-            else:
-                copy_bytes(result, out, rows * nbytes)
+        ready, at = 0, begin
+        while at < end:
+            stop = subchunk_end(geometry, route, at, end, num_decode, together)
+            count, start = stop - at, at
+            at = stop
+            if goes_packed(row, blocks, count):
+                continue
+            if ready == 0:
+                place = down_at + first * down[t.ROW_NBYTES]
+                ready = ready_rows(geometry, down, place, rows, inner, tile, 0, scratch)
+            source = activated + (start - begin) * inner * nbytes
+            if not torch.multiply(aten, words, source, count, inner, ready, rows, products, layout):
+                return False
+            for index in range(count):
+                pair = read_i32(pairs + 4 * (start + index)) - num_decode * top_k
+                out = outputs + (pair * hidden + first) * nbytes
+                result = products + index * rows * nbytes
+                if bias != 0:
+                    finish_row(layout, result, bias, 0, scratch + EXPAND_AT, rows)
+                    convert_row(layout, scratch + EXPAND_AT, out, rows)
+                else:
+                    copy_bytes(result, out, rows * nbytes)
     return True
-
-
-@njit
-def goes_packed(row: Any, blocks: Any, count: int) -> bool:
-    """Whether so few rows of a chunk go to an expert that expanding it would cost more."""
-    first = row[t.EXPERT_BLOCKS]
-    is_packed = blocks[first + GATE][t.IS_PACKED] != 0 and blocks[first + UP][t.IS_PACKED] != 0
-    return is_packed and blocks[first + DOWN][t.IS_PACKED] != 0 and count <= t.MAX_DECODE_ROWS
 
 
 @njit
@@ -268,18 +312,24 @@ def expert_chunk_item(
     row: Any,
     blocks: Any,
     record: int,
+    step: int,
     item: int,
     decode_x: int,
     chunk_x: int,
+    is_void: bool,
     scratch: int,
 ) -> tuple[int, int]:
     """One item of a prefill step: (DONE, ABORTED or REFUSED, ns waited for the disk lane).
 
     decode_x, chunk_x: inputs of the decode rows and of the chunk, as `walk_chunk` prepares them.
+    is_void: nothing is multiplied any more; what is being read is still waited for, and let go.
     """
     num_decode, num_prefill = load64(record + 8 * t.NUM_DECODE), load64(record + 8 * t.NUM_PREFILL)
+    together = load64(record + 8 * t.SUBCHUNK_ROWS)
     route = route_at(base, geometry, row[t.SPARSE_LAYER])
     place = item - geometry[t.NUM_EXPERTS]
+    if is_void and (place >= 0 or read_i64(route + 8 * t.ROUTE_STEP) != step):
+        return DONE, 0  # a sum, or of a layer that has chosen nothing for this step
     if place >= 0:
         counter = base + geometry[t.COUNTERS] + geometry[t.SUMMED_COUNTER] * t.COUNTER_NBYTES
         wanted = read_i64(route + 8 * t.ROUTE_SEQUENCE)
@@ -302,6 +352,9 @@ def expert_chunk_item(
     expert = read_i32(route + geometry[t.ROUTE_ORDER] + 4 * item)
     starts = route + geometry[t.ROUTE_STARTS] + 4 * expert
     begin, end = read_i32(starts), read_i32(starts + 4)
+    if is_void:
+        finish_expert(base, geometry, route, row[t.SPARSE_LAYER], expert)
+        return DONE, waited
     middle = begin
     while middle < end:
         pair = read_i32(route + geometry[t.ROUTE_PAIRS] + 4 * middle)
@@ -315,13 +368,22 @@ def expert_chunk_item(
             )
         for chunk in range(row[t.EXPERT_CHUNKS]):
             whole_item(base, geometry, row, blocks, route, chunk, expert, begin, middle, scratch)
-    if end > middle and goes_packed(row, blocks, end - middle):
-        multiply_few(
-            base, geometry, row, blocks, route, expert, middle, end, num_decode, chunk_x, scratch
-        )
-    elif end > middle and not multiply_chunk(
-        base, geometry, aten, row, blocks, route, expert, middle, end, num_decode, chunk_x, scratch
-    ):
-        return REFUSED, 0
+    at = middle
+    while at < end:
+        stop = subchunk_end(geometry, route, at, end, num_decode, together)
+        if goes_packed(row, blocks, stop - at):
+            multiply_few(
+                base, geometry, row, blocks, route, expert, at, stop, num_decode, chunk_x, scratch
+            )
+        at = stop
+    at = middle
+    while at < end:
+        stop = batch_end(geometry, route, at, end, num_decode, together)
+        if not multiply_chunk(
+            base, geometry, aten, row, blocks, route, expert, at, stop, num_decode, together,
+            chunk_x, scratch,
+        ):  # fmt: skip
+            return REFUSED, 0
+        at = stop
     finish_expert(base, geometry, route, row[t.SPARSE_LAYER], expert)
     return DONE, waited

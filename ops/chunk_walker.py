@@ -2,9 +2,10 @@
 
 The same program, tickets and counters as in `walker.walk`; but an item is a whole block of weights
 (a *tile*), and the product with the chunk is torch's (oneDNN: AMX and AVX-512 where they exist).
-Blocks have one height whatever the plan, a chunk is cut the same way whatever the budget, and each
-product runs on one thread, so its bits never depend on either. Decode rows that share the step go
-through the kernels of decode steps exactly as they would alone.
+A chunk is as long as the plan says, but multiplied *sub-chunk* by sub-chunk, of a height that no
+plan changes: a tile meets all of them while it is there. Blocks have one height whatever the plan
+too, and each product runs on one thread, so its bits never depend on either. Decode rows that share
+the step go through the kernels of decode steps exactly as they would alone.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import numpy as np
 from shadowlane.ops import aten as torch
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import (
+    WAIT_ABORTED,
     WAIT_OK,
     claim,
+    load32,
     load64,
     now_ns,
     read_i32,
@@ -32,7 +35,7 @@ from shadowlane.ops.chunk_experts import (
     count_chunk_items,
     expert_chunk_item,
     is_in_place,
-    product,
+    ready_rows,
 )
 from shadowlane.ops.chunk_kernels import (
     activate_tile,
@@ -75,7 +78,23 @@ def _has_few_heads(geometry: Any, row: Any) -> bool:
 
 
 @njit
-def count_items(geometry: Any, row: Any, num_rows: int, num_prefill: int) -> int:
+def count_parts(num_prefill: int, together: int) -> int:
+    """Calls of attention for one KV head: sub-chunks of `together` rows, cut by QUERY_ROWS."""
+    each, rest = -(-together // t.QUERY_ROWS), num_prefill % together
+    return num_prefill // together * each - (-rest // t.QUERY_ROWS)
+
+
+@njit
+def part_rows(part: int, num_prefill: int, together: int) -> tuple[int, int]:
+    """First row of a part of the chunk, and the end of it."""
+    each = -(-together // t.QUERY_ROWS)
+    begin = part // each * together
+    first = begin + part % each * t.QUERY_ROWS
+    return first, min(first + t.QUERY_ROWS, begin + together, num_prefill)
+
+
+@njit
+def count_items(geometry: Any, row: Any, num_rows: int, num_prefill: int, together: int) -> int:
     """Items of an instruction in a prefill step.
 
     NOTE: a share may hold no block's first row, and so no tile. Its instruction is retired like the
@@ -84,7 +103,7 @@ def count_items(geometry: Any, row: Any, num_rows: int, num_prefill: int) -> int
     if row[t.KIND] == t.EMBED:
         return -(-num_rows // EMBED_ROWS)
     if row[t.KIND] == t.ATTENTION:
-        parts = -(-num_prefill // t.QUERY_ROWS) if _has_few_heads(geometry, row) else 1
+        parts = count_parts(num_prefill, together) if _has_few_heads(geometry, row) else 1
         return row[t.ITEM_COUNT] * parts
     if row[t.KIND] == t.EXPERTS:
         return count_chunk_items(geometry, num_rows)
@@ -131,14 +150,16 @@ def tile_item(
     x: int,
     scratch: int,
 ) -> bool:
-    """A tile times the chunk, into its columns of the output. False: torch refused.
+    """A tile times each sub-chunk, into its columns of the output. False: torch refused.
 
     What has to be expanded first goes in panels of PANEL_ROWS, which stay in the cache from one to
-    the other. What has been expanded, once for all chunks, goes in the same panels: a product cut
-    otherwise may round otherwise.
+    the other, and for all sub-chunks. What has been expanded, once for all chunks, goes in the same
+    panels: a product cut otherwise may round otherwise.
     """
     layout = geometry[t.COMPUTE_LAYOUT]
-    count = load64(record + 8 * t.NUM_PREFILL)
+    num_decode = load64(record + 8 * t.NUM_DECODE)
+    num_prefill = load64(record + 8 * t.NUM_PREFILL)
+    together = load64(record + 8 * t.SUBCHUNK_ROWS)
     block, second = blocks[item[t.BLOCK]], blocks[item[t.BLOCK]]
     weights = block_address(base, geometry, block, record)
     others, in_place = 0, is_in_place(geometry, block, weights)
@@ -148,42 +169,54 @@ def tile_item(
         in_place = in_place and is_in_place(geometry, second, others)
     cols, total, num_rows = row[t.COLS], row[t.ROWS], block[t.BLOCK_NUM_ROWS]
     nbytes = element_nbytes(layout)
+    words = scratch + geometry[t.SCRATCH_WORDS]
+    tile = scratch + geometry[t.SCRATCH_TILE]
+    second_tile = scratch + geometry[t.SCRATCH_SECOND_TILE]
     products = scratch + geometry[t.SCRATCH_PRODUCTS]
     panel = num_rows if in_place else min(num_rows, t.PANEL_ROWS)
-    up = products + count * panel * nbytes
     for at in range(0, num_rows, panel):
         rows, first = min(panel, num_rows - at), item[t.FIRST_ROW] + at
         bias = base + row[t.BIAS] + 4 * first if row[t.BIAS] >= 0 else 0
-        place = weights + at * block[t.ROW_NBYTES]
-        copy = expanded_rows(base, geometry, block, at, cols)
-        if not product(geometry, aten, block, place, rows, x, count, cols, products, scratch, copy):
-            return False
-        if row[t.KIND] != t.GATE_UP:
-            out = base + row[t.OUTPUT] + 4 * (load64(record + 8 * t.NUM_DECODE) * total + first)
-            if row[t.SHARED_GATE] >= 0:
-                factors = shared_factor(base, geometry, row, load64(record + 8 * t.NUM_DECODE))
-                stride = geometry[t.ROUTER_STRIDE] * 4
-                add_scaled(products, layout, count, rows, factors, stride, out, total * 4)
-            else:
-                finish_tile(products, layout, count, rows, bias, row[t.EPILOGUE], out, total * 4)
-            continue
-        place = others + at * second[t.ROW_NBYTES]
-        copy = expanded_rows(base, geometry, second, at, cols)
-        if not product(geometry, aten, second, place, rows, x, count, cols, up, scratch, copy):
-            return False
-        activate_tile(
-            base,
-            geometry,
-            products,
-            up,
-            layout,
-            count,
-            rows,
-            bias,
-            bias + 4 * total if bias != 0 else 0,
-            base + row[t.PREFILL_OUTPUT] + first * nbytes,
-            total * nbytes,
-        )
+        ready, other = 0, 0
+        for begin in range(0, num_prefill, together):
+            count = min(together, num_prefill - begin)
+            inputs = x + begin * cols * nbytes
+            if begin == 0:
+                place = weights + at * block[t.ROW_NBYTES]
+                copy = expanded_rows(base, geometry, block, at, cols)
+                ready = ready_rows(geometry, block, place, rows, cols, tile, copy, scratch)
+            if not torch.multiply(aten, words, inputs, count, cols, ready, rows, products, layout):
+                return False
+            if row[t.KIND] != t.GATE_UP:
+                out = base + row[t.OUTPUT] + 4 * ((num_decode + begin) * total + first)
+                if row[t.SHARED_GATE] >= 0:
+                    factors = shared_factor(base, geometry, row, num_decode + begin)
+                    stride = geometry[t.ROUTER_STRIDE] * 4
+                    add_scaled(products, layout, count, rows, factors, stride, out, total * 4)
+                else:
+                    adds = row[t.EPILOGUE]
+                    finish_tile(products, layout, count, rows, bias, adds, out, total * 4)
+                continue
+            up = products + count * panel * nbytes
+            if begin == 0:
+                place = others + at * second[t.ROW_NBYTES]
+                copy = expanded_rows(base, geometry, second, at, cols)
+                other = ready_rows(geometry, second, place, rows, cols, second_tile, copy, scratch)
+            if not torch.multiply(aten, words, inputs, count, cols, other, rows, up, layout):
+                return False
+            activate_tile(
+                base,
+                geometry,
+                products,
+                up,
+                layout,
+                count,
+                rows,
+                bias,
+                bias + 4 * total if bias != 0 else 0,
+                base + row[t.PREFILL_OUTPUT] + (begin * total + first) * nbytes,
+                total * nbytes,
+            )
     return True
 
 
@@ -339,7 +372,8 @@ def chunk_attention(
     """
     num_decode = load64(record + 8 * t.NUM_DECODE)
     num_prefill = load64(record + 8 * t.NUM_PREFILL)
-    parts = -(-num_prefill // t.QUERY_ROWS)
+    together = load64(record + 8 * t.SUBCHUNK_ROWS)
+    parts = count_parts(num_prefill, together)
     begin, end = 0, parts
     if _has_few_heads(geometry, row):
         end = parts - item // row[t.ITEM_COUNT]  # the longest first
@@ -350,8 +384,7 @@ def chunk_attention(
         decode_attention(base, geometry, row, record, head, num_decode, scratch)
     stored = 0
     for part in range(begin, end):
-        first = part * t.QUERY_ROWS
-        last = min(first + t.QUERY_ROWS, num_prefill)
+        first, last = part_rows(part, num_prefill, together)
         if not attend_rows(
             base, geometry, aten, row, record, step, head, stored, first, last, scratch
         ):
@@ -377,9 +410,13 @@ def walk_chunk(
 
     Arguments as of `walker.walk`, and `aten` of `aten.load`. Like `walk`, it leaves a record alone
     that is no longer that of `step`.
+
+    Where the step is void, what is left of it is retired and not done. Only experts that are on
+    their way are waited for: the next route counts on them.
     """
     num_decode = load64(record + 8 * t.NUM_DECODE)
     num_prefill = load64(record + 8 * t.NUM_PREFILL)
+    together = load64(record + 8 * t.SUBCHUNK_ROWS)
     num_logits = load64(record + 8 * t.NUM_LOGITS)
     if load64(record + 8 * t.STEP) != step:
         return WAIT_OK
@@ -389,7 +426,8 @@ def walk_chunk(
     for number in range(instructions.shape[0]):
         row = instructions[number]
         kind = row[t.KIND]
-        num_items = count_items(geometry, row, num_rows, num_prefill)
+        is_tiled = kind != t.EMBED and kind != t.ATTENTION and row[t.TILE_COUNT] > 0
+        num_items = count_items(geometry, row, num_rows, num_prefill, together)
         status = wait_inputs(base, geometry, row, record, spin_ns, statistics)
         if status != WAIT_OK:
             return status
@@ -404,7 +442,12 @@ def walk_chunk(
             if taken < 0:
                 break
             worked = True
-            if kind == t.EMBED:
+            is_void = load64(record + 8 * t.IS_VOID) != 0
+            if load32(base + geometry[t.ABORT]) != 0:
+                return WAIT_ABORTED
+            if is_void and kind != t.EXPERTS:
+                pass
+            elif kind == t.EMBED:
                 first = taken * EMBED_ROWS
                 last = min(first + EMBED_ROWS, num_rows)
                 embed_rows(base, geometry, row, blocks, record, first, last)
@@ -419,18 +462,19 @@ def walk_chunk(
                     chunk_x = chunk_input(base, geometry, row, record, scratch)
             if kind == t.EXPERTS:
                 outcome, late = expert_chunk_item(
-                    base, geometry, aten, row, blocks, record, taken, decode_x, chunk_x, scratch
-                )
+                    base, geometry, aten, row, blocks, record, step, taken, decode_x, chunk_x,
+                    is_void, scratch,
+                )  # fmt: skip
                 if outcome == ABORTED:
-                    return 1
+                    return WAIT_ABORTED
                 if outcome != DONE:
                     return FAILED
                 waited += late
-            elif kind != t.EMBED and kind != t.ATTENTION and row[t.TILE_COUNT] > 0:
+            elif is_tiled and not is_void:
                 item = items[row[t.TILE_START] + taken]
                 late = wait_blocks(base, geometry, row, item, blocks, record)
                 if late < 0:
-                    return 1
+                    return WAIT_ABORTED
                 waited += late
                 if inputs > 0:
                     if kind == t.GATE_UP:
@@ -446,7 +490,9 @@ def walk_chunk(
                 ):
                     return FAILED
             if is_last_item(base, geometry, row, record, num_items):
-                misses = kind == t.ROUTER and route(base, geometry, row, step, num_rows, 0)
+                misses = False
+                if kind == t.ROUTER and load64(record + 8 * t.IS_VOID) == 0:
+                    misses = route(base, geometry, row, step, num_rows, 0)
                 retire(base, geometry, row, record)
                 if misses:
                     call_disk_lane(base, geometry)

@@ -40,7 +40,8 @@ ADD: Final = 1  # add to the residual stream
 
 # phases of a step
 DECODE: Final = 0  # at most MAX_DECODE_ROWS rows, compiled from end to end
-PREFILL: Final = 1  # one chunk of a prompt, beside up to MAX_DECODE_ROWS decode rows
+PREFILL: Final = 1  # one chunk of a prompt, beside up to MAX_DECODE_ROWS decode rows; it is made of
+# sub-chunks of a fixed height, which alone decides how products and attention are cut
 
 # instructions[i, ...]
 KIND: Final = 0
@@ -139,8 +140,9 @@ BLOCK_COLUMNS: Final = 11
     SCRATCH_OUTPUT,  # two float32 [MAX_DECODE_ROWS, MAX_BLOCK_ROWS]
     SCRATCH_SCORES,  # float32 [heads per kv head, context + 1]
     SCRATCH_TILE,  # an expanded panel in the compute type
+    SCRATCH_SECOND_TILE,  # one more, of `up`; where a chunk is one sub-chunk the same place
     SCRATCH_NORMALISED,  # of a chunk, in the compute type [chunk, HIDDEN]
-    SCRATCH_PRODUCTS,  # two [chunk, rows of a tile or panel]
+    SCRATCH_PRODUCTS,  # two [sub-chunk, rows of a tile or panel]
     SCRATCH_QUERIES,  # [heads per kv head, QUERY_ROWS, HEAD_DIM]
     SCRATCH_CACHED,  # keys, then values: [CONTEXT + 1, HEAD_DIM] each
     SCRATCH_MASK,  # [QUERY_ROWS, CONTEXT + 1]
@@ -184,12 +186,12 @@ BLOCK_COLUMNS: Final = 11
     EXPERT_OUTPUT,  # float32 [decode rows * TOP_K, HIDDEN]
     EXPERT_OUTPUT_CHUNK,  # compute type [chunk * TOP_K, HIDDEN]
     SCRATCH_SPARE,  # room for one more quantised input, and behind it for MAX_DECODE_ROWS
-    SCRATCH_GATHERED,  # compute type [chunk, HIDDEN]: the inputs of one expert
-    SCRATCH_ACTIVATED,  # compute type [chunk, EXPERT_INNER]
+    SCRATCH_GATHERED,  # compute type [sub-chunk, HIDDEN]: inputs of one expert
+    SCRATCH_ACTIVATED,  # compute type [sub-chunk, EXPERT_INNER]
     SWIGLU,  # offset of two float32, limit and alpha of a clamped SwiGLU; -1: silu
     WHOLE_HEAD_NORM,  # 1: q and k are normalised over all their heads together
     GEOMETRY_FIELDS,
-) = range(87)
+) = range(88)
 
 # a step record begins with these int64
 STEP: Final = 0
@@ -200,7 +202,9 @@ NUM_PREFILL: Final = 4
 NUM_LOGITS: Final = 5
 SAME_SEQUENCE: Final = 6  # decode rows are consecutive tokens of one sequence
 DISK_BASE: Final = 7  # blocks retired by the disk lane before this step's sweep
-LANE_BASE: Final = 8  # MAX_LANES fields: instructions retired by each lane before this step
+SUBCHUNK_ROWS: Final = 8  # prefill rows that are multiplied together; the last may be fewer
+IS_VOID: Final = 9  # set while a prefill step runs: nobody wants it any more
+LANE_BASE: Final = 10  # MAX_LANES fields: instructions retired by each lane before this step
 RECORD_HEADER_FIELDS: Final = LANE_BASE + MAX_LANES
 
 # a route begins with these int64

@@ -10,4 +10,10 @@ routing    what routers chose, recorded     routing_files   files of it
 experts    which experts stay in RAM        heat, chooser   what is hot; which policy, on line
 expert_sim a routing trace replayed and priced
 explain    a plan in rows                  synthetic       catalogs for planning without files
+
+With cards, at the grain of groups, from hardware files:
+hardware   cards, links, processor, disk   hybrid          loads, sites, plans as data
+hybrid_play     a plan played through      hybrid_layouts  what people tune by hand
+hybrid_search   finding a better one       hybrid_bounds   what no plan can beat
+scenarios       what changing plans while running could win
 """

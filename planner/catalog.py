@@ -7,7 +7,7 @@ whoever read the file; no plan changes them, so no plan changes a token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 GroupKind = Literal["embed", "qkv", "attn", "o", "gate_up", "down", "router", "experts", "lm_head"]
@@ -89,6 +89,17 @@ class Catalog:
     page_nbytes: int  # bytes of one KV page over all layers
     max_context: int  # tokens the model allows
     experts: Experts | None = None  # of a mixture
+    subchunk_rows: int = 512  # of a prompt, multiplied together whatever the plan
+    # (sub-chunks of the longest chunk, scratch bytes then), beyond one sub-chunk
+    chunk_scratch: tuple[tuple[int, int], ...] = ()
+
+    def with_subchunks(self, count: int) -> Catalog:
+        """The same model with the scratch of chunks of `count` sub-chunks."""
+        sizes = {1: self.scratch_nbytes, **dict(self.chunk_scratch)}
+        if count not in sizes:
+            allowed = ", ".join(str(each) for each in sizes)
+            raise ValueError(f"subchunks must be one of {allowed} here; got {count}")
+        return replace(self, scratch_nbytes=sizes[count], chunk_scratch=())
 
     def group(self, name: str) -> Group:
         for group in self.groups:

@@ -91,9 +91,9 @@ class CostModel:
 
     @property
     def measured_chunk(self) -> int | None:
-        """Rows of the largest chunk of a prompt that was measured."""
+        """Rows of the shortest chunk of a prompt that was measured: one sub-chunk."""
         chunks = (figure.rows for figure in self._known.groups if figure.phase == "prefill")
-        return max(chunks, default=None)
+        return min(chunks, default=None)
 
     @property
     def copies_save_s_per_byte(self) -> float | None:

@@ -83,7 +83,10 @@ def why(placement: Placement, gain: float | None) -> str:
 def _saved_s(
     catalog: Catalog, shares: Mapping[str, tuple[Share, ...]], copies: Iterable[int], rate: float
 ) -> float:
-    """Seconds of a chunk. Lanes expand side by side: of each group the largest share counts."""
+    """Seconds that copies of these blocks spare a sub-chunk.
+
+    Lanes expand side by side: of each group the largest share counts.
+    """
     by_group: dict[str, int] = {}
     for index in copies:
         block = catalog.blocks[index]

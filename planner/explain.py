@@ -6,6 +6,7 @@ from typing import Any
 
 from shadowlane.planner.bounds import bounds
 from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.chunks import chunk_s
 from shadowlane.planner.cost import CostModel, Workload
 from shadowlane.planner.expanded import predicted_gain, why
 from shadowlane.planner.hit_rate import curve_of, hit_rate
@@ -33,6 +34,9 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
     chunk = Workload("prefill", chunk_rows, max(1, chunk_rows // 2))
     gain = predicted_gain(catalog, placement, cost)
     prefill_s = simulate(catalog, placement, cost, workload=chunk).step_s * (1 - (gain or 0.0))
+    if placement.subchunks > 1:
+        chunk_rows = placement.subchunks * catalog.subchunk_rows
+        prefill_s = chunk_s(catalog, placement, cost, chunk_rows)
     least = bounds(catalog, placement, cost)
     shares_of_step = {
         lane: round(100 * min(1.0, busy / decode.step_s), 1) if decode.step_s else 0.0
@@ -61,6 +65,7 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
         "num_slots": placement.num_slots,
         "expert_slots": placement.expert_slots,
         "context_tokens": placement.context_tokens,
+        "chunk_rows": placement.subchunks * catalog.subchunk_rows,
         "kv_pages": placement.kv_pages,
         "expected_hits": _expected_hits(catalog, placement),
         "predicted": {

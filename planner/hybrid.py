@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from shadowlane.planner.catalog import Catalog, GroupKind
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
+from shadowlane.planner.hit_rate import assumed, interpolate
 from shadowlane.planner.profile import Phase
 
 ACTIVATION_NBYTES = 2  # of an element that crosses the link
@@ -82,6 +83,15 @@ def model_of(catalog: Catalog, name: str) -> Model:
     cols = next(group.cols for group in catalog.groups if group.kind == "qkv")
     fixed = gathered + catalog.constants_nbytes + catalog.scratch_nbytes
     return Model(name, tuple(loads), cols * ACTIVATION_NBYTES, fixed, catalog.max_context)
+
+
+def assumed_hits(model: Model) -> HitRate:
+    """How often the hottest experts are chosen, where nobody has run it; see `hit_rate.py`."""
+    mixture = next((load for load in model.loads if load.experts), None)
+    if mixture is None:
+        return lambda part: part
+    points = assumed(mixture.experts, mixture.top_k).points
+    return lambda part: interpolate(points, part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ def balance(question: Question) -> list[float]:
 def bring(question: Question, start: Answer, best: Answer) -> Answer:
     """`best`, or `start` with a part of all rows, or every so many whole groups, brought."""
     model = question.model
-    spread = _shrunk(question, Spread.of(start.plan), STAGE_NBYTES)
+    spread = shrunk(question, Spread.of(start.plan), STAGE_NBYTES)
     plans: list[Plan | None] = [start.plan]
     for part in PARTS:
         for what, brought in (
@@ -217,7 +217,7 @@ def _groups_brought(model: Model, vram: Sequence[float], part: float) -> list[fl
     return brought
 
 
-def _shrunk(question: Question, spread: Spread, spare_nbytes: float) -> Spread:
+def shrunk(question: Question, spread: Spread, spare_nbytes: float) -> Spread:
     """The same parts less what has to go, from the end, to leave so much free on each card."""
     left = [each - spare_nbytes for each in free_nbytes(question, spread)]
     vram = list(spread.vram)

@@ -46,6 +46,7 @@ class Request:
     num_slots: int | None = None
     pins: Mapping[str, Tier] = field(default_factory=dict)  # pattern of group names -> tier
     expand: Expand = "never"
+    subchunks: int | None = None  # most sub-chunks of a prompt that one step carries; None: chosen
 
     def __post_init__(self) -> None:
         if self.ram < 1:
@@ -61,6 +62,8 @@ class Request:
             raise ValueError(f"max_batch must be at least 1; got {self.max_batch}")
         if self.num_slots is not None and self.num_slots < MIN_SLOTS:
             raise ValueError(f"num_slots must be at least {MIN_SLOTS}; got {self.num_slots}")
+        if self.subchunks is not None and self.subchunks < 1:
+            raise ValueError(f"subchunks must be at least 1; got {self.subchunks}")
         for pattern, tier in self.pins.items():
             if tier not in ("disk", "ram"):
                 raise ValueError(f"pin {pattern!r} must name disk or ram; got {tier!r}")
@@ -105,6 +108,8 @@ class Placement:
     experts_nbytes: int = 0  # of these slots
     expanded: tuple[int, ...] = ()  # blocks with a copy in the compute type, by rising index
     expanded_nbytes: int = 0  # of these copies
+    subchunks: int = 1  # the most of a prompt that one step carries, and reads the weights for
+    beside_subchunks: int = 1  # ... where tokens of other sequences wait for the step
 
     @property
     def total_nbytes(self) -> int:

@@ -30,7 +30,9 @@ def plan_again(
     """
     if len(held) == len(request.lanes) and not any(held.values()):
         held = {}  # those that carried the load are gone: no reason is left to spare the others
-    asked = replace(request, context=now.placement.context_tokens)
+    asked = replace(
+        request, context=now.placement.context_tokens, subchunks=now.placement.subchunks
+    )
     copies = now.placement.expanded
     # The ring that is there stays as it is, where the budget allows that.
     same_ring = replace(asked, num_slots=now.placement.num_slots or asked.num_slots)

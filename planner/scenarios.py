@@ -14,6 +14,7 @@ from shadowlane.planner.hardware import CALM, Conditions, Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, fits
 from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_search import search
+from shadowlane.planner.hybrid_shadow import moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def _change(
         if plan is not None and plan != best:
             stays = fits(question.model, plan, question.work, question.machine, question.state)
             old_s = question.times(plan).step_s if stays else best_s
-            nbytes, move_s = _moves(question, plan, best)
+            nbytes, move_s = moves(question, plan, best)
             meanwhile = min(float(stretch.steps), move_s / old_s)
             seconds = meanwhile * old_s + (stretch.steps - meanwhile) * best_s
             if stays and stretch.steps * old_s <= seconds:
@@ -157,23 +158,6 @@ def _change(
         plan = best
         names.append(plan.name)
     return total_s, moved, tuple(names)
-
-
-def _moves(question: Question, old: Plan, new: Plan) -> tuple[float, float]:
-    """(bytes that go over links, seconds of the busiest link). Dropping costs nothing."""
-    cards = question.machine.cards
-    moved = [0.0] * len(cards)
-    for load, before, after in zip(question.model.loads, old.sites, new.sites, strict=True):
-        kv = load.kv_nbytes_per_token * question.work.context * question.work.sequences
-        for card in range(len(cards)):
-            more = after.vram * after.over[card] - before.vram * before.over[card]
-            # Keys and values are in one place only: they move either way.
-            moved[card] += more * (load.whole_nbytes + kv) if more > 0 else -more * kv
-    seconds = [
-        nbytes / (card.h2d_bytes_per_s * question.state.link)
-        for nbytes, card in zip(moved, cards, strict=True)
-    ]
-    return sum(moved), max(seconds, default=0.0)
 
 
 # One disturbance each, half of the time, after a calm half; and what changes by itself.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from shadowlane.planner.catalog import Catalog, Experts
+from shadowlane.planner.chunks import choose_chunk, with_beside
 from shadowlane.planner.context import choose_context
 from shadowlane.planner.cost import CostModel, CostTable
 from shadowlane.planner.expanded import with_copies
@@ -76,6 +77,36 @@ def place(
 
     Raises InfeasiblePlan naming each part of the sum, ValueError for a pin that matches no group.
     """
+
+    def place_with(subchunks: int) -> Placement:
+        return _place(
+            catalog.with_subchunks(subchunks),
+            replace(request, subchunks=subchunks),
+            cost,
+            placement_id,
+            weights,
+            current,
+            copies,
+        )
+
+    asked = request.subchunks if current is None else current.subchunks
+    if asked is not None:
+        placement = place_with(asked)
+    else:
+        placement = choose_chunk(catalog, place_with(1), cost, place_with)
+    return with_beside(catalog, request, placement, cost)
+
+
+def _place(
+    catalog: Catalog,
+    request: Request,
+    cost: CostModel,
+    placement_id: int,
+    weights: Mapping[str, float] | None,
+    current: Placement | None,
+    copies: Sequence[int] | None,
+) -> Placement:
+    """`place`, for a catalog and a request whose chunks have been chosen."""
     sorted_weights = _sort_blocks(catalog, request.pins)
     context = choose_context(catalog, request, _least_weights(catalog, request, sorted_weights))
     constants = whole_pages(catalog.constants_nbytes)
@@ -158,6 +189,7 @@ def place(
         notes=context.notes + _notes(catalog, resident, cost),
         expert_slots=expert_slots,
         experts_nbytes=experts_nbytes,
+        subchunks=request.subchunks or 1,
     )
     placement = with_copies(catalog, request, placement, cost, copies)
     assert placement.total_nbytes <= request.ram, placement

@@ -27,12 +27,16 @@ def llama_catalog(
     constants_nbytes: int = 10_000,
     scratch_nbytes: int = 100_000,
     expanded: int = 0,
+    subchunk_rows: int = 512,
+    subchunk_nbytes: int | None = None,
 ) -> Catalog:
     """A Llama-shaped model in bfloat16, cut into tiles of `tile_rows` rows.
 
     up_tile_rows: another height for the tiles of the up projection, as two formats in one group
     would give. Every block is held with one 4 KiB page more than its own, as if it lay unaligned.
     expanded: how often the bytes of a block an expanded copy takes; 0: none is of any use.
+    subchunk_nbytes: scratch of each further sub-chunk of a prompt's chunk, of which there may be
+    eight then; None: chunks are one.
     """
     blocks: list[Block] = []
     groups: list[Group] = []
@@ -89,6 +93,10 @@ def llama_catalog(
         page_tokens=page_tokens,
         page_nbytes=page_tokens * layers * heads_kv * HEAD_DIM * 2 * ELEMENT_NBYTES,
         max_context=max_context,
+        subchunk_rows=subchunk_rows,
+        chunk_scratch=()
+        if subchunk_nbytes is None
+        else tuple((n, scratch_nbytes + (n - 1) * subchunk_nbytes) for n in (2, 4, 8)),
     )
 
 

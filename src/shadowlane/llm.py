@@ -71,7 +71,8 @@ class LLM:
     the budget that `ram` names, where that is measured to pay. trace_routing: a file to which the
     experts that a mixture's routers choose are written; see `shadowlane simulate`.
     For experiments (the planner chooses otherwise): replan=False keeps the first plan, shares fixes
-    the rows of each compute lane, spin_us is how long a wait spins before it sleeps,
+    the rows of each compute lane, spin_us is how long a wait spins before it sleeps, subchunks is
+    how many times `prefill_chunk` tokens of a prompt one step carries at most (1, 2, 4, ...),
     replay_routing makes routers choose what such a file says (what is written then means nothing),
     expert_policy ("lru/layer", ...) keeps a mixture's experts by one policy.
 
@@ -100,6 +101,7 @@ class LLM:
         replan: bool = True,
         shares: Sequence[float] | None = None,
         spin_us: int | None = None,
+        subchunks: int | None = None,
         trace_routing: str | Path | None = None,
         replay_routing: str | Path | None = None,
         expert_policy: str | None = None,
@@ -130,6 +132,7 @@ class LLM:
             replan=replan,
             shares=shares,
             spin_us=spin_us,
+            subchunks=subchunks,
             trace_routing=trace_routing,
             replay_routing=replay_routing,
             expert_policy=expert_policy,
@@ -336,6 +339,7 @@ def make_spec(
     replan: bool = True,
     shares: Sequence[float] | None = None,
     spin_us: int | None = None,
+    subchunks: int | None = None,
     trace_routing: str | Path | None = None,
     replay_routing: str | Path | None = None,
     expert_policy: str | None = None,
@@ -367,6 +371,7 @@ def make_spec(
         replan=switch("replan", replan),
         shares=None if shares is None else lane_shares(shares, len(cores)),
         spin_us=SPIN_US if spin_us is None else whole_number("spin_us", spin_us, 0, MAX_SPIN_US),
+        subchunks=None if subchunks is None else whole_number("subchunks", subchunks, 1),
         trace_routing=None if trace_routing is None else Path(trace_routing).absolute(),
         replay_routing=None if replay_routing is None else Path(replay_routing).absolute(),
         expert_policy=None if expert_policy is None else policy_named(expert_policy).name,

@@ -212,6 +212,7 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
             f"constants {size(parts['constants'])}",
         ),
         *([("copies", plan["copies"])] if parts.get("expanded") else []),
+        ("prompts", f"up to {plan['chunk_rows']} tokens in one step, which reads weights once"),
         (
             "on disk",
             f"weights {size(plan['tiers']['disk'])}; "

@@ -8,23 +8,31 @@ is from published speeds.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shadowlane.llama_cpp import llama_cpp_flags
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hardware import Hardware
-from shadowlane.planner.hit_rate import assumed_hit_rate
-from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, demand, model_of
+from shadowlane.planner.hybrid import (
+    Model,
+    Plan,
+    Work,
+    assumed_hits,
+    demand,
+    kv_nbytes,
+    model_of,
+    ram_room,
+    vram_room,
+)
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
-from shadowlane.planner.hybrid_layouts import Answer, Question, by_hand, num_layers
+from shadowlane.planner.hybrid_layouts import Answer, Question, TooLarge, by_hand
 from shadowlane.planner.hybrid_search import search
+from shadowlane.planner.placement import show_nbytes
 
 OURS = "shadowlane"
 PROMPT_ROWS = 2048  # of a prompt that is planned for at once
-FEW_EXPERTS = 16  # of models with so few none is much hotter than another
-_FINE = 1_000_000
 
 
 def what_if(
@@ -39,7 +47,8 @@ def what_if(
     """Plans for decode and prefill, as one object that JSON can hold.
 
     context: tokens to keep room for; None: 4096 or the model's. ram, gpu_memory: bytes to plan
-    with, of all RAM and of each card, in place of what the machine has less what is reserved.
+    with, of all RAM and of each card, in place of what the machine has less what is reserved;
+    gpu_memory 0: without cards.
 
     Raises TooLarge where the model fits nowhere, ValueError for a budget above what there is.
     """
@@ -54,9 +63,12 @@ def what_if(
     rows: list[dict[str, Any]] = []
     plans: dict[str, Plan] = {}
     for work in works:
-        question = Question(model, machine, work, hit_rate=_hit_rate(model))
+        question = Question(model, machine, work, hit_rate=assumed_hits(model))
         hand = by_hand(question)
-        best = search(question, rivals=hand)
+        try:
+            best = search(question, rivals=hand)
+        except TooLarge as error:
+            raise TooLarge(f"{error}: {_what_is_short(question)}") from None
         plans[work.phase] = best.plan
         rows += _rows(question, hand, best)
     decode = plans["decode"]
@@ -79,21 +91,21 @@ def what_if(
             ),
             "kinds": _kinds(model, decode),
         },
-        "llama_cpp": llama_cpp_flags(model, decode),
+        "llama_cpp": llama_cpp_flags(model, decode, works[0]),
     }
 
 
 def _with_budgets(machine: Hardware, ram: int | None, gpu_memory: int | None) -> Hardware:
     if ram is not None:
-        if ram > machine.ram_nbytes:
-            raise ValueError(f"ram must be at most the {machine.ram_nbytes / 1e9:.1f} GB there are")
+        _check("ram", ram, machine.ram_nbytes, machine.name)
         machine = replace(machine, ram_nbytes=ram, reserved_nbytes=0.0)
-    if gpu_memory is not None:
+    if gpu_memory == 0:
+        machine = replace(machine, cards=())
+    elif gpu_memory is not None:
+        if not machine.cards:
+            raise ValueError(f"gpu_memory must be 0: {machine.name} has no card")
         for card in machine.cards:
-            if gpu_memory > card.vram_nbytes:
-                raise ValueError(
-                    f"gpu_memory must be at most the {card.vram_nbytes / 1e9:.1f} GB of {card.name}"
-                )
+            _check("gpu_memory", gpu_memory, card.vram_nbytes, card.name)
         cards = tuple(
             replace(card, vram_nbytes=gpu_memory, reserved_nbytes=0.0) for card in machine.cards
         )
@@ -101,11 +113,28 @@ def _with_budgets(machine: Hardware, ram: int | None, gpu_memory: int | None) ->
     return machine
 
 
-def _hit_rate(model: Model) -> HitRate:
-    """How hot experts are is assumed: as recorded of a model with many, even in one with few."""
-    if max((load.experts for load in model.loads), default=0) <= FEW_EXPERTS:
-        return lambda part: part
-    return lambda part: assumed_hit_rate(round(part * _FINE), _FINE)
+def _check(name: str, asked: int, there: float, where: str) -> None:
+    if asked > there:
+        most, got = show_nbytes(round(there)), show_nbytes(asked)
+        raise ValueError(f"{name} must be at most the {most} of {where}; got {got}")
+
+
+def _what_is_short(question: Question) -> str:
+    """Of a model that fits nowhere: what must be in memory, and what memory there is.
+
+    The weights need not be: they can stay on disk.
+    """
+    model, machine = question.model, question.machine
+    kv = sum(kv_nbytes(load, question.work) for load in model.loads)
+    rooms = [ram_room(machine), *(vram_room(card) for card in machine.cards)]
+    names = ["RAM", *(card.name for card in machine.cards)]
+    room = ", ".join(
+        f"{show_nbytes(round(nbytes))} of {name}" for nbytes, name in zip(rooms, names, strict=True)
+    )
+    return (
+        f"keys and values take {show_nbytes(round(kv))}, embedding and scratch "
+        f"{show_nbytes(round(model.fixed_ram_nbytes))} of RAM; there are {room} to plan with"
+    )
 
 
 def _rows(question: Question, hand: dict[str, Answer], best: Answer) -> list[dict[str, Any]]:
@@ -121,6 +150,7 @@ def _rows(question: Question, hand: dict[str, Answer], best: Answer) -> list[dic
             "layout": answer.plan.name,
             "phase": work.phase,
             "context": work.context,
+            "step_rows": work.rows,
             "tok_per_s": None,
             "predicted_tok_per_s": work.rows / answer.times.step_s,
             "resource_bound": work.rows / bound.resource_s,
@@ -155,47 +185,6 @@ def _kinds(model: Model, plan: Plan) -> dict[str, dict[str, float]]:
     }
 
 
-_TENSORS = {
-    "qkv": "attn_(q|k|v)",
-    "o": "attn_output",
-    "gate_up": "ffn_(gate|up)",
-    "down": "ffn_down",
-    "router": "ffn_gate_inp",
-}
-
-
-def llama_cpp_flags(model: Model, plan: Plan) -> list[str]:
-    """The flags of llama.cpp that come closest to `plan`, for others to confirm or refute it.
-
-    It knows whole tensors on one device: parts are rounded, and what is brought ahead has no flag.
-    """
-    layers = num_layers(model) - 1
-    if not any(site.vram for site in plan.sites):
-        return ["-ngl", "0"]
-    flags = ["-ngl", str(layers + 1)]
-    off: dict[str, list[int]] = {}
-    experts_off = 0.0
-    kv_off = kv = 0
-    for load, site in zip(model.loads, plan.sites, strict=True):
-        if load.kind == "attn":
-            kv += 1
-            kv_off += site.vram < 0.5
-        elif load.experts:
-            experts_off += 1.0 - site.vram
-        elif site.vram < 0.5 and load.kind in _TENSORS:
-            off.setdefault(load.kind, []).append(load.layer or 0)
-        elif site.vram < 0.5 and load.kind == "lm_head":
-            flags[1] = str(layers)
-    if round(experts_off):
-        flags += ["--n-cpu-moe", str(round(experts_off))]
-    if 2 * kv_off > kv:
-        flags.append("--no-kv-offload")
-    for kind, those in off.items():
-        which = r"\d+" if len(those) == layers else f"({'|'.join(map(str, those))})"
-        flags += ["-ot", rf"blk\.{which}\.{_TENSORS[kind]}\.weight=CPU"]
-    return flags
-
-
 def load_catalog(name: str, path: Path | None, context: int | None) -> Catalog:
     """The groups of a model by short name, or of files that are here: headers alone are read."""
     if path is None:
@@ -207,10 +196,3 @@ def load_catalog(name: str, path: Path | None, context: int | None) -> Catalog:
 
     blueprint, _ = read_blueprint(path, Options(context=context), 1)
     return blueprint.catalog
-
-
-def shell(flags: Sequence[str]) -> str:
-    """Flags as they can be typed."""
-    import shlex
-
-    return shlex.join(flags)

@@ -14,51 +14,70 @@ from rich.text import Text
 from shadowlane.sizes import format_size
 from shadowlane.what_if import OURS
 
-TIERS = ("vram", "ram", "disk", "brought")
+TIERS = (
+    "vram",
+    "ram",
+    "disk",
+    "brought",
+)  # the last: computed on cards, brought there when it is needed
+TITLES = {"vram": "VRAM", "ram": "RAM", "disk": "only on disk", "brought": "over the link"}
 KIND_NAMES = {"attn": "attention (KV)", "qkv": "q, k, v", "gate_up": "gate and up"}
+LEGEND = {  # what each kind of layout is, by the beginning of its name
+    "cpu": "nothing on cards",
+    "layer-split": "so many layers on cards, the head counted as one",
+    "layer-stream": "the same; the other layers are brought over the link",
+    "attention-gpu": "all but MLPs and experts on cards",
+    "cpu-moe": "all on cards but the experts of so many layers",
+}
 
 
 def what_if_report(planned: Mapping[str, Any]) -> RenderableType:
     """Both phases and where things would live, slowest first, ours last."""
     weights = format_size(round(planned["weights_nbytes"]))
-    head = Text(f"{planned['model']}, {weights} of weights, on {planned['hardware']}", style="bold")
+    head = Text(f"{planned['model']}, {weights} of weights\non {planned['hardware']}", style="bold")
     told = Text(
-        "emulated: predicted from a hardware file, nothing was run. Good for comparing rows;\n"
-        "docs/calibration.md says how far decode is from speeds that others published.",
+        "Emulated: predicted from a hardware file, nothing was run. Rows can be compared; how far "
+        "such figures are from published speeds is in docs/calibration.md.",
         style="dim",
     )
     phases = [_phase(planned, phase) for phase in ("decode", "prefill")]
-    plan = planned["plan"]
-    cards = ", ".join(
-        f"card {index} {format_size(round(nbytes))}"
-        for index, nbytes in enumerate(plan["vram_nbytes"])
-    )
-    where = f"{cards + ', ' if cards else ''}RAM {format_size(round(plan['ram_nbytes']))}"
-    if plan["disk_nbytes"] >= 1:
-        where += f", only on disk {format_size(round(plan['disk_nbytes']))}"
     return Lines(
         head,
         told,
         *phases,
-        Text(f"\nWhere {OURS} would keep things: {where}", style="bold"),
-        _kinds(plan["kinds"]),
+        _legend(planned),
+        Text(f"\nWhere {OURS} would keep things in decode", style="bold"),
+        Text(_sizes(planned["plan"])),
+        "",
+        _kinds(planned["plan"]["kinds"]),
         Text(f"\nplanned in {planned['planning_s']:.2f} s", style="dim"),
     )
+
+
+def _sizes(plan: Mapping[str, Any]) -> str:
+    cards = [
+        f"card {index} {format_size(round(nbytes))}"
+        for index, nbytes in enumerate(plan["vram_nbytes"])
+    ]
+    disk = plan["disk_nbytes"]
+    on_disk = [f"only on disk {format_size(round(disk))}"] if disk >= 1 else []
+    return ", ".join([*cards, f"RAM {format_size(round(plan['ram_nbytes']))}", *on_disk])
 
 
 def _phase(planned: Mapping[str, Any], phase: str) -> RenderableType:
     rows = [row for row in planned["rows"] if row["phase"] == phase]
     ours = next(row for row in rows if row["strategy"] == OURS)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    columns = ["layout", f"{OURS} over it", "of the bound", "busiest"]
+    columns = ["layout", "ours / it", "of bound", "busiest"]
     if phase == "decode":
-        columns.insert(1, "tok/s, emulated")
+        columns.insert(1, "emulated tok/s")
     for name in columns:
-        table.add_column(name, justify="left" if name in ("layout", "busiest") else "right")
+        is_text = name in ("layout", "busiest")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         speed = row["predicted_tok_per_s"]
         cells = [
-            row["layout"] if row is not ours else f"{OURS}: {row['layout']}",
+            OURS if row is ours else row["layout"],
             f"{ours['predicted_tok_per_s'] / speed:.2f}",
             f"{speed / row['path_bound']:.0%}",
             f"{row['bottleneck']} {row['busy'][row['bottleneck']]:.0%}",
@@ -70,16 +89,30 @@ def _phase(planned: Mapping[str, Any], phase: str) -> RenderableType:
     what = (
         f"Decode, one sequence, {ours['context']} of {room} tokens"
         if phase == "decode"
-        else f"Prompt, {2 * ours['context']} tokens at once"
+        else f"Prompt, {ours['step_rows']} tokens at once"
     )
-    return Lines(Text(f"\n{what}", style="bold"), table)
+    return Lines(
+        Text(f"\n{what}, emulated", style="bold"),
+        table,
+        Text(f"{OURS}, ours, is: {ours['layout']}", style="dim"),
+    )
+
+
+def _legend(planned: Mapping[str, Any]) -> RenderableType:
+    """Of the layouts that are in the tables."""
+    shown = {row["strategy"].partition(",")[0] for row in planned["rows"]}
+    grid = Table.grid(padding=(0, 2))
+    for name, meaning in LEGEND.items():
+        if name in shown:
+            grid.add_row(Text(name, style="dim"), Text(meaning, style="dim"))
+    return Lines("", grid)
 
 
 def _kinds(kinds: Mapping[str, Mapping[str, float]]) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("groups")
     for tier in TIERS:
-        table.add_column("brought per token" if tier == "brought" else tier, justify="right")
+        table.add_column(TITLES.get(tier, tier), justify="right", no_wrap=True)
     for kind, parts in kinds.items():
         cells = (f"{parts[tier]:.0%}" if parts[tier] >= 0.005 else "" for tier in TIERS)
         table.add_row(KIND_NAMES.get(kind, kind), *cells)

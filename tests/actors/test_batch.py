@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shadowlane.actors.batch import Batch, Step, common_prefix
 from shadowlane.actors.sequence import Sequence
@@ -57,6 +59,72 @@ def test_chunks_of_a_prompt_do_not_depend_on_other_requests() -> None:
     second = sequence(prompt)
     admit(together, second)
     assert shapes(together, second) == [25, 25, 10]
+
+
+def cuts(batch: Batch, of: Sequence, alone: int, beside: int) -> list[int]:
+    """How the prompt of `of` is cut into what is multiplied together, until it has a token."""
+    found: list[int] = []
+    while not of.generated and not of.is_over:
+        step = batch.form_step(alone, beside)
+        rows = sum(row.slot == of.slot for row in step.plan.rows)
+        if not step.plan.is_decode:
+            each = step.plan.subchunk_rows
+            assert each is not None
+            assert rows <= each * max(alone, beside)
+            found += [each] * (rows // each) + [rows % each] * (rows % each > 0)
+        elif rows:
+            found.append(rows)
+        logits = np.zeros((max(1, len(step.plan.logit_rows)), VOCAB), np.float32)
+        batch.give_results(step, logits, 1000, 0.1)
+    return found
+
+
+@given(
+    length=st.integers(1, 200),
+    subchunk=st.integers(1, 30),
+    alone=st.sampled_from([1, 2, 4, 8]),
+    beside=st.sampled_from([1, 2, 4]),
+    has_other=st.booleans(),
+    few_rows=st.sampled_from([8, 16]),
+    logit_rows=st.sampled_from([None, 1, 10, 40, 300]),
+)
+def test_what_is_multiplied_together_does_not_depend_on_how_long_chunks_are(
+    length: int,
+    subchunk: int,
+    alone: int,
+    beside: int,
+    has_other: bool,
+    few_rows: int,
+    logit_rows: int | None,
+) -> None:
+    options = Options(max_batch=2, prefill_chunk=subchunk, logit_rows=logit_rows or 8)
+    found = []
+    for counts in ((1, 1), (alone, beside)):
+        batch = Batch(options, few_rows)
+        if has_other:
+            admit(batch, sequence([1, 2, 3], max_tokens=500))
+            run(batch)
+        params = SamplingParams(max_tokens=2)
+        prompt = [1] * length
+        wants = logit_rows is not None
+        asked = Sequence(1, prompt, params, frozenset(), None, wants_logits=wants)
+        admit(batch, asked)
+        found.append(cuts(batch, asked, *counts))
+    assert found[0] == found[1]
+    assert sum(found[0]) == length
+
+
+def test_a_chunk_is_as_long_as_the_plan_allows_and_shorter_beside_others() -> None:
+    batch = Batch(Options(max_batch=2, prefill_chunk=25))
+    first = sequence([1] * 120)
+    admit(batch, first)
+    assert len(batch.form_step(4, 2).plan.rows) == 100
+    other = Batch(Options(max_batch=2, prefill_chunk=25))
+    admit(other, sequence([1, 2, 3], max_tokens=50))
+    run(other)
+    admit(other, sequence([1] * 120))
+    plan = other.form_step(4, 2).plan
+    assert (plan.num_decode, plan.num_prefill, plan.subchunk_rows) == (1, 50, 25)
 
 
 def test_a_short_rest_goes_alone_and_in_order() -> None:

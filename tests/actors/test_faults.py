@@ -40,6 +40,7 @@ from tiny import tiny_tokens
 
 from shadowlane.actors import disk_lane as disk
 from shadowlane.actors.arena import check_room
+from shadowlane.actors.batch import Step
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.engine import Engine, EngineError
 from shadowlane.actors.hosts import LaneDied, Pending, Remote, ThreadHost
@@ -413,7 +414,7 @@ def test_a_changed_model_is_refused_from_then_on(model: Path, tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_fault_of_the_engine_is_told(model: Path) -> None:
     class Faulty(Engine):
-        def _wait_for_lanes(self) -> None:
+        def _wait_for_lanes(self, step: Step) -> bool:
             raise ZeroDivisionError("division by zero")
 
     with serving(model, engine_type=Faulty) as engine:

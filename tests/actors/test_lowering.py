@@ -27,6 +27,7 @@ from shadowlane.actors.arena import ArenaLayout, plan_layout
 from shadowlane.actors.blueprint import Blueprint, Options
 from shadowlane.actors.homes import Homes
 from shadowlane.actors.lowering import lower, make_geometry
+from shadowlane.actors.scratch import SHARED_BUFFERS, TURN_BUFFERS
 from shadowlane.ops import table as t
 from shadowlane.ops.table import LoweredProgram
 from shadowlane.planner.placement import Placement
@@ -209,14 +210,17 @@ def test_regions_of_the_arena_do_not_overlap(tiny_model: Callable[..., Path], co
     for ram in (smallest_ram(blueprint), AMPLE):
         placement = plan(blueprint, ram, cores)
         layout = plan_layout(blueprint, placement)
-        scratch = blueprint.scratch
+        scratch = blueprint.scratch[placement.subchunks]
         lanes = lanes_of(cores)
+        # of the buffers that take turns, the larger half of a layer
+        turn = max(TURN_BUFFERS, key=scratch.turn_nbytes)
         regions = [
             (layout.constants, blueprint.catalog.constants_nbytes),
             (layout.kv, placement.kv_nbytes),
             (layout.ring, placement.slots_nbytes),
             (layout.weights, placement.weights_nbytes),
-            *((layout.scratch[name], getattr(scratch, name)) for name in layout.scratch),
+            *((layout.scratch[name], getattr(scratch, name)) for name in SHARED_BUFFERS),
+            *((layout.scratch[name], getattr(scratch, name)) for name in turn),
             *(
                 (start, lane.threads * scratch.worker_nbytes)
                 for start, lane in zip(layout.worker_scratch, lanes, strict=True)

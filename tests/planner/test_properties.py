@@ -42,6 +42,8 @@ def catalogs(draw: st.DrawFn) -> Catalog:
         constants_nbytes=draw(st.integers(0, 20_000)),
         scratch_nbytes=draw(st.integers(0, 200_000)),
         expanded=draw(st.sampled_from([0, 4])),
+        subchunk_rows=draw(st.sampled_from([16, 512])),
+        subchunk_nbytes=draw(st.sampled_from([None, 1000, 100_000])),
     )
 
 

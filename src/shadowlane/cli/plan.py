@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -24,10 +25,23 @@ EPILOG = options.epilog(
 )
 
 
+# Options about this machine or its engine. In the environment they may stand, for other commands.
+ONLY_HERE = (
+    "groups",
+    "cpu_threads",
+    "cpu_workers",
+    "dtype",
+    "kv",
+    "expand",
+    "weights",
+)
+
+
 def plan(
+    context: typer.Context,
     model: options.ModelArgument = DEFAULT_MODEL,
     json_output: options.JsonOutput = False,
-    by_group: Annotated[
+    groups: Annotated[
         bool, options.option("--groups", help="One row per group instead of one per layer.")
     ] = False,
     ram: options.Ram = None,
@@ -45,8 +59,10 @@ def plan(
             "--hardware",
             metavar="FILE",
             help="Plan for the machine that this file describes, cards included, in place of this "
-            "one (examples/hardware has some). MODEL may then also be a name of a model that is "
-            "not here, such as llama-2-70b.",
+            "one (examples/hardware has some), beside layouts that people tune by hand. MODEL may "
+            "then also be the name of a model that is not here, such as llama-2-70b. Of the other "
+            "options, --ram, --gpu-memory (of each card; 0: without cards), --ctx-size and --json "
+            "go with it.",
             rich_help_panel="What if",
         ),
     ] = None,
@@ -55,7 +71,8 @@ def plan(
         options.option(
             "--export",
             **options.choice("llama.cpp"),
-            help="With --hardware: print only the flags of llama.cpp that come closest.",
+            help="With --hardware: print only the flags of llama.cpp that come closest to the "
+            "plan, ready to paste after llama-server -m FILE.",
             rich_help_panel="What if",
         ),
     ] = None,
@@ -64,12 +81,19 @@ def plan(
 
     With --weights, the packed copy is written to the cache first, if it is
     not there yet. Ends with exit code 2, naming what is short and by how much, if nothing fits.
+
+    With --hardware, all of it is predicted for another machine: what a card
+    would bring, which layout would be fastest there and what would hold it up.
+    Nothing runs, and there is no GPU lane yet that could: figures are emulated.
     """
     if hardware is not None:
+        _refuse_what_is_only_here(context)
+        if export is not None and json_output:
+            raise ValueError("export needs to be without --json, which has the same flags in it")
         _plan_for(model, hardware, export, ram, gpu_memory, ctx_size, json_output)
         return
     if export is not None:
-        raise ValueError("export needs hardware, the machine to plan for")
+        raise ValueError("export needs --hardware, the machine to plan for")
     engine = options.EngineOptions(
         ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv, expand
     )
@@ -88,7 +112,25 @@ def plan(
 
     for note in planned.get("notes", ()):
         typer.echo(f"note: {typed_note(note)}", err=True)
-    Console(highlight=False).print(report.plan_report(planned, by_group))
+    Console(highlight=False).print(report.plan_report(planned, groups))
+
+
+def _card_nbytes(size: str | None) -> int | None:
+    from shadowlane.sizes import parse_size
+
+    if size is None or size.strip() == "0":
+        return size if size is None else 0
+    return parse_size(size, "gpu_memory")
+
+
+def _refuse_what_is_only_here(context: typer.Context) -> None:
+    for name in ONLY_HERE:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ValueError(
+                f"{name} must be left out with --hardware, which takes --ram, --gpu-memory, "
+                "--ctx-size, --json and --export"
+            )
 
 
 def _plan_for(
@@ -103,7 +145,7 @@ def _plan_for(
     """For a machine that is described in a file."""
     from shadowlane.shapes import known_shapes, load_hardware
     from shadowlane.sizes import parse_size
-    from shadowlane.what_if import load_catalog, shell, what_if
+    from shadowlane.what_if import load_catalog, what_if
 
     machine = load_hardware(hardware)
     with Stages() as stages:
@@ -121,10 +163,10 @@ def _plan_for(
             machine,
             context=context,
             ram=None if ram is None else parse_size(ram, "ram"),
-            gpu_memory=None if gpu_memory is None else parse_size(gpu_memory, "gpu_memory"),
+            gpu_memory=_card_nbytes(gpu_memory),
         )
     if export is not None:
-        print(shell(planned["llama_cpp"]))
+        print(shlex.join(planned["llama_cpp"]))
     elif json_output:
         print(json.dumps(planned))
     else:

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from shadowlane.ops.errors import ModelError
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hardware import Hardware, read_hardware
+
+if TYPE_CHECKING:
+    from shadowlane.ops.files.base import ModelFiles
 
 
 def known_shapes() -> tuple[str, ...]:
@@ -37,13 +40,18 @@ def shape_catalog(
     """
     from shadowlane.actors.blueprint import cut_model
     from shadowlane.actors.spec import Options
+
+    return cut_model(shape_files(name, layouts), Options(context=context), 1).catalog
+
+
+def shape_files(name: str, layouts: Mapping[str, str] | None = None) -> ModelFiles:
+    """The same model's tensors as they would stand in its files."""
     from shadowlane.ops.files.imagined import imagine_files
 
     shapes = _shapes()
     if name not in shapes:
         raise ModelError(f"model must be one of {', '.join(shapes)}; got {name!r}")
-    files = imagine_files(name, shapes[name]["config"], layouts or shapes[name]["layouts"])
-    return cut_model(files, Options(context=context), 1).catalog
+    return imagine_files(name, shapes[name]["config"], layouts or shapes[name]["layouts"])
 
 
 def load_hardware(path: Path) -> Hardware:
@@ -53,6 +61,8 @@ def load_hardware(path: Path) -> Hardware:
         return read_hardware(data)
     except FileNotFoundError:
         raise ModelError(f"no such hardware file: {path}") from None
+    except IsADirectoryError:
+        raise ModelError(f"a hardware file must be a file; {path} is a folder") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{path}: {reason}") from None

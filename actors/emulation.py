@@ -1,0 +1,343 @@
+"""The law of emulated lanes: how long a step takes on a machine that is not there.
+
+It is not the planner's model, so that plans have something to be wrong about. Cores, links and disk
+share the DRAM port like water, second by second; small matrices reach less of a rate than large
+ones; a card pays a floor per layer, not per group; each chosen expert is drawn, not expected; cores
+are taken away for milliseconds at a time; a card gets slower when it is warm; everything scatters.
+And each rate is off from the hardware file by a hidden factor, drawn from a seed, that planners
+have to learn from what they measure.
+
+On a virtual clock: `World.step` computes, nothing waits. Rates are emulated, whatever they say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from random import Random
+
+from shadowlane.planner.hardware import CALM, Hardware
+from shadowlane.planner.hit_rate import expected_distinct
+from shadowlane.planner.hybrid import STAGE_NBYTES, HitRate, Load, Model, Plan, Site, Work
+
+CHUNK_NBYTES = 4e6  # of what links bring
+SMALL_NBYTES = 1.5e6  # a matrix of this size reaches half of a rate
+RING_NBYTES = 1e9  # of what is read from disk ahead of its use
+READ_S = 1e-4  # before a read on demand begins
+LEAST_PART = 0.15  # of the DRAM port that cores get, however busy it is
+JITTER = 0.02  # standard deviation of each duration, as a part of it
+CORE_OFF_S = 4e-3  # how long a core is taken away at a time
+MOVE_PART = 0.25  # of a step that links give to a background move if nothing is left over
+WARM_AFTER_S = 30.0
+WARM_LOSES = 0.06  # of a card's rate, once warm
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """What a hardware file does not know: factors on its rates, and the crossing's."""
+
+    cpu: float = 1.0
+    gpu: float = 1.0
+    link: float = 1.0
+    disk: float = 1.0
+    dram: float = 1.0
+    crossing: float = 1.0
+
+    @staticmethod
+    def drawn(seed: int, spread: float = 0.3) -> Hidden:
+        """Each factor between 1 - spread and 1 + spread."""
+        random = Random(seed)
+        return Hidden(*(1.0 + random.uniform(-spread, spread) for _ in fields(Hidden)))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One step as an engine would measure it."""
+
+    seconds: float
+    busy_s: dict[str, float]  # lane -> at work; waiting is not
+    moved_nbytes: float  # of a background move that went over links meanwhile
+
+
+def true_machine(machine: Hardware, hidden: Hidden) -> Hardware:
+    """The machine as it really is; a planner that knew it would be clairvoyant."""
+    cards = tuple(
+        replace(
+            card,
+            vram_bytes_per_s=card.vram_bytes_per_s * hidden.gpu,
+            flops=card.flops * hidden.gpu,
+            h2d_bytes_per_s=card.h2d_bytes_per_s * hidden.link,
+            d2h_bytes_per_s=card.d2h_bytes_per_s * hidden.link,
+            crossing_s=card.crossing_s * hidden.crossing,
+        )
+        for card in machine.cards
+    )
+    return replace(
+        machine,
+        cards=cards,
+        cpu_bytes_per_s=machine.cpu_bytes_per_s * hidden.cpu,
+        cpu_flops=machine.cpu_flops * hidden.cpu,
+        dram_bytes_per_s=max(
+            machine.dram_bytes_per_s * hidden.dram, machine.cpu_bytes_per_s * hidden.cpu
+        ),
+        disk_bytes_per_s=machine.disk_bytes_per_s * hidden.disk,
+    )
+
+
+class World:
+    """One model on one emulated machine, its clock, and what else runs there (`state`)."""
+
+    def __init__(
+        self,
+        model: Model,
+        machine: Hardware,
+        hidden: Hidden | None = None,
+        *,
+        hit_rate: HitRate = lambda part: part,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.machine = true_machine(machine, hidden or Hidden())
+        self.state = CALM
+        self.now_s = 0.0
+        self.hit_rate = hit_rate
+        self._random = Random(seed)
+        self._card_busy_s = 0.0
+
+    def step(self, plan: Plan, work: Work, moving_nbytes: float = 0.0) -> Measured:
+        """One step of `plan`; the clock goes on.
+
+        moving_nbytes: what is still to be moved to cards in the background, over what links have
+        left beside the step, or a part of the step where they have nothing left.
+        """
+        run = _Step(self, plan, work)
+        seconds = run.play()
+        rate = sum(card.h2d_bytes_per_s for card in self.machine.cards) * self.state.link
+        busy_s = max(run.busy[name] for name in run.links)
+        moved = min(moving_nbytes, max(0.0, seconds - busy_s) * rate)
+        if moved < moving_nbytes:  # a move never starves: it gets a part of every step
+            more = min(moving_nbytes - moved, seconds * MOVE_PART * rate)
+            seconds += more / rate
+            moved += more
+        self._card_busy_s += max((run.busy[name] for name in run.cards), default=0.0)
+        self.now_s += seconds
+        return Measured(seconds, run.busy, moved)
+
+    def jitter(self) -> float:
+        return max(0.5, self._random.gauss(1.0, JITTER))
+
+    def draw_hits(self, part: float, top_k: int) -> int:
+        rate = self.hit_rate(part)
+        return sum(self._random.random() < rate for _ in range(top_k))
+
+    def core_off_s(self, seconds: float) -> float:
+        """How long a neighbour holds the cores up while they want to work for `seconds`."""
+        taken = 1.0 - self.state.cpu
+        if taken <= 0.0:
+            return 0.0
+        # Off and on in turns; a short piece of work meets an off time now and then, whole.
+        expected = seconds * taken / (1.0 - taken)
+        count, rest = divmod(expected, CORE_OFF_S)
+        return CORE_OFF_S * (count + (self._random.random() * CORE_OFF_S < rest))
+
+    @property
+    def card_rate(self) -> float:
+        return self.state.gpu * (1.0 - WARM_LOSES * (self._card_busy_s > WARM_AFTER_S))
+
+
+class _Step:
+    """One step played through, group by group; links run on beside."""
+
+    def __init__(self, world: World, plan: Plan, work: Work) -> None:
+        self._world, self._plan, self._work = world, plan, work
+        machine = world.machine
+        self.cards = [f"gpu:{index}" for index in range(len(machine.cards))]
+        self.links = [f"h2d:{index}" for index in range(len(machine.cards))]
+        self.busy = dict.fromkeys(["cpu:0", "disk:0", *self.cards, *self.links], 0.0)
+        if not self.links:
+            self.links = ["disk:0"]
+        row_nbytes = world.model.row_nbytes * work.rows
+        self._cross_s = [
+            card.crossing_s + row_nbytes / (card.h2d_bytes_per_s * world.state.link)
+            for card in machine.cards
+        ]
+        self._link_free_s = [0.0] * len(machine.cards)
+        # Bytes that links and disk still have to bring for this step, whatever routers choose.
+        dense = [
+            (load.nbytes, site)
+            for load, site in zip(world.model.loads, plan.sites, strict=True)
+            if load.kind != "attn" and not load.experts
+        ]
+        self._to_bring = sum(nbytes * (1.0 - site.vram) * site.brought for nbytes, site in dense)
+        self._to_read = sum(nbytes * (1.0 - site.vram - site.ram) for nbytes, site in dense)
+
+    def play(self) -> float:
+        world = self._world
+        ready = [0.0, *self._cross_s]
+        layer: int | None = -1
+        for load, site in zip(world.model.loads, self._plan.sites, strict=True):
+            is_first = load.layer != layer
+            layer = load.layer
+            ready = self._group(load, site, ready, is_first)
+        return max(min(ready), *(self.busy[name] for name in self.links), self.busy["disk:0"])
+
+    def _group(self, load: Load, site: Site, ready: list[float], is_first: bool) -> list[float]:
+        """When its output is at each side."""
+        world, machine = self._world, self._world.machine
+        parts = self._parts(load, site)
+        begin_s = min(ready)
+        ends: list[tuple[int, float]] = []
+        for index, card in enumerate(machine.cards):
+            resident, brought, flops = parts.card(site.over[index])
+            if resident + brought + flops <= 0.0:
+                continue
+            work_s = (
+                max(_bent(resident + brought, card.vram_bytes_per_s), flops / card.flops)
+                / world.card_rate
+            )
+            work_s = work_s * world.jitter()
+            # A floor per layer: five groups' launches are paid with its first.
+            launch_s = card.launch_s * (3.0 if is_first else 0.5)
+            end_s = ready[1 + index] + work_s + launch_s
+            if brought:
+                arrived_s = self._bring(index, brought, begin_s, parts.is_late)
+                end_s = max(end_s, arrived_s + CHUNK_NBYTES / card.vram_bytes_per_s)
+            self.busy[self.cards[index]] += work_s + launch_s
+            ends.append((1 + index, end_s))
+        if parts.cpu_nbytes + parts.cpu_flops > 0.0:
+            port = machine.dram_bytes_per_s - self._load_beside(parts)
+            rate = min(machine.cpu_bytes_per_s, max(port, machine.dram_bytes_per_s * LEAST_PART))
+            work_s = max(_bent(parts.cpu_nbytes, rate), parts.cpu_flops / machine.cpu_flops)
+            work_s = work_s * world.jitter() + machine.cpu_launch_s
+            work_s += world.core_off_s(work_s)
+            end_s = ready[0] + work_s
+            if parts.read_nbytes:
+                end_s = max(end_s, self._read(parts.read_nbytes, begin_s, parts.is_late))
+            self.busy["cpu:0"] += work_s
+            ends.append((0, end_s))
+        elif parts.read_nbytes:
+            late_s = self._read(parts.read_nbytes, begin_s, parts.is_late)
+            ends = [(side, max(end_s, late_s)) for side, end_s in ends]
+        if not ends:
+            return ready
+        return [
+            max(end_s + self._hop(side, there) for side, end_s in ends)
+            for there in range(len(ready))
+        ]
+
+    def _hop(self, here: int, there: int) -> float:
+        if here == there:
+            return 0.0
+        jitter = self._world.jitter()
+        return jitter * sum(self._cross_s[side - 1] for side in (here, there) if side)
+
+    def _load_beside(self, parts: _Parts) -> float:
+        """Bytes per second that links and disk take from the DRAM port while the cores compute.
+
+        What is on its way ahead takes its part as long as anything is still to come; what a router
+        has just chosen, as long as it is on its way.
+        """
+        world = self._world
+        cores_s = parts.cpu_nbytes / world.machine.cpu_bytes_per_s
+        link = sum(card.h2d_bytes_per_s for card in world.machine.cards) * world.state.link
+        disk = world.machine.disk_bytes_per_s * world.state.disk
+        load = 0.0
+        for rate, ahead, now in (
+            (link, self._to_bring, parts.brought_nbytes),
+            (disk, self._to_read, parts.read_nbytes),
+        ):
+            if ahead > 1.0:
+                load += rate
+            elif now:
+                load += rate * min(1.0, now / rate / max(cores_s, 1e-9))
+        return load
+
+    def _bring(self, index: int, nbytes: float, begin_s: float, is_late: bool) -> float:
+        """When the last chunk is there: ahead while there is room, the rest from `begin_s` on."""
+        card = self._world.machine.cards[index]
+        rate = card.h2d_bytes_per_s * self._world.state.link
+        seconds = nbytes / rate * self._world.jitter() + nbytes / CHUNK_NBYTES * 2e-6
+        self.busy[self.links[index]] += seconds
+        self._to_bring -= nbytes
+        free_s = self._link_free_s[index]
+        ahead_s = 0.0 if is_late else STAGE_NBYTES / rate
+        start_s = max(free_s, begin_s - ahead_s)
+        self._link_free_s[index] = start_s + seconds
+        return self._link_free_s[index]
+
+    def _read(self, nbytes: float, begin_s: float, is_late: bool) -> float:
+        """When it is in RAM: on demand, or ahead of its use, in a ring that was full at first."""
+        rate = self._world.machine.disk_bytes_per_s * self._world.state.disk
+        seconds = nbytes / rate * self._world.jitter()
+        self.busy["disk:0"] += seconds
+        if is_late:
+            return begin_s + READ_S + seconds
+        self._to_read -= nbytes
+        return self.busy["disk:0"] - RING_NBYTES / rate
+
+    def _parts(self, load: Load, site: Site) -> _Parts:
+        work = self._work
+        is_decode = work.phase == "decode"
+        flops = load.flops_per_row * work.rows
+        if load.kind == "attn":
+            kv = load.kv_nbytes_per_token * work.context * (work.sequences if is_decode else 1)
+            flops *= work.context
+            off = 1.0 - site.vram
+            return _Parts(kv * site.vram, 0.0, flops * site.vram, kv * off, flops * off, 0.0, False)
+        if not load.experts:
+            brought = (1.0 - site.vram) * site.brought
+            off = max(0.0, 1.0 - site.vram - brought)
+            on_disk = max(0.0, 1.0 - site.vram - site.ram)
+            return _Parts(
+                load.nbytes * site.vram,
+                load.nbytes * brought,
+                flops * (site.vram + brought),
+                load.nbytes * off,
+                flops * off,
+                load.nbytes * on_disk,
+                False,
+            )
+        chosen = expected_distinct(load.experts, load.top_k, work.rows)
+        if is_decode and work.rows == 1:
+            hits = float(self._world.draw_hits(site.vram, load.top_k))
+        else:
+            hits = chosen * (self._world.hit_rate(site.vram) if is_decode else site.vram)
+        lost = (chosen - hits) * self._lost(site)
+        missing = chosen - hits
+        per_expert = flops / chosen
+        brought, off = missing * site.brought, missing * (1.0 - site.brought)
+        return _Parts(
+            load.nbytes * hits,
+            load.nbytes * brought,
+            per_expert * (hits + brought),
+            load.nbytes * off,
+            per_expert * off,
+            load.nbytes * lost,
+            is_decode,
+        )
+
+    def _lost(self, site: Site) -> float:
+        """Of the chosen experts that are not on cards, the part that is only on disk."""
+        rate = self._world.hit_rate if self._work.phase == "decode" else float
+        on_cards, in_memory = rate(site.vram), rate(min(1.0, site.vram + site.ram))
+        return (1.0 - in_memory) / (1.0 - on_cards) if on_cards < 1.0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What one group is to each side."""
+
+    card_nbytes: float
+    brought_nbytes: float
+    card_flops: float
+    cpu_nbytes: float
+    cpu_flops: float
+    read_nbytes: float
+    is_late: bool  # known only when a router has chosen
+
+    def card(self, share: float) -> tuple[float, float, float]:
+        return self.card_nbytes * share, self.brought_nbytes * share, self.card_flops * share
+
+
+def _bent(nbytes: float, rate: float) -> float:
+    """Seconds of reading a matrix: small ones reach less of the rate."""
+    return (nbytes + SMALL_NBYTES * (nbytes > 0.0)) / rate

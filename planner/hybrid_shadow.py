@@ -1,0 +1,367 @@
+"""The shadow of a plan over cards: measured steps in, moves and switches out.
+
+It holds what was predicted of each lane against what was measured, and learns how fast the machine
+really is. When that drifts, it first asks what could be won: the best plan for the machine as it is
+now, moves included, against staying. Below 3 % nothing happens. What is to be moved goes over links
+in the background while the old plan runs; the new one takes over when all of it has arrived, is
+measured against its predecessor, and undone if it is slower.
+
+Pure: `handle(event)` is all there is; time and measurements come inside events.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+
+from shadowlane.planner.hardware import CALM, Conditions, Hardware
+from shadowlane.planner.hybrid import HitRate, Model, Plan, Work
+from shadowlane.planner.hybrid_layouts import Question, Spread, settle
+from shadowlane.planner.hybrid_play import LEAST_DRAM_PART
+from shadowlane.planner.hybrid_search import search, shrunk
+
+FASTEST, SLOWEST = 4.0, 0.05  # factors on a file's rates that are believed
+SURE = 0.04  # of a lane: below, a difference between predicted and measured is noise
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowSettings:
+    drift: float = 0.15  # of a step or of a busy lane, that makes us think again
+    window: int = 5  # steps whose median counts
+    min_steps_between: int = 5  # two thoughts
+    gain: float = 0.03  # what a new plan must promise over the horizon, moves included
+    tolerance: float = 0.02  # how much slower than its predecessor a new plan may measure
+    horizon_steps: int = 200
+    patience: float = 2.0  # after a thought without result the next one needs so many more steps
+    max_steps_between: int = 80
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasured:
+    """One step of the plan in force."""
+
+    seconds: float
+    busy_s: Mapping[str, float]
+    moved_nbytes: float = 0.0  # of the background move, during this step
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTaken:
+    """What other programs hold of each card and of RAM, from now on."""
+
+    vram_nbytes: float
+    ram_nbytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkChanged:
+    """From the next step on steps carry this."""
+
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Begin to copy what `plan` needs and the plan in force has not."""
+
+    plan: Plan
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """From the next step on. All that it needs is there."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """What was decided and why: for people."""
+
+    why: str
+    staying_s: float  # per step, predicted with what has been learned
+    expected_s: float
+    moved_nbytes: float
+
+
+Event = StepMeasured | MemoryTaken | WorkChanged
+Command = Move | Switch | Explained
+
+
+class HybridShadow:
+    """See the module. `plan` is what runs; `machine` what has been learned of the hardware."""
+
+    def __init__(
+        self,
+        model: Model,
+        machine: Hardware,
+        work: Work,
+        hit_rate: HitRate = lambda part: part,
+        settings: ShadowSettings | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        self.settings = settings or ShadowSettings()
+        self.machine = machine
+        self._file = machine
+        self._state = CALM  # memory only: rates are learned
+        self._model, self._work, self._hit_rate = model, work, hit_rate
+        self.plan = plan or search(self.question).plan
+        self._previous: Plan | None = None
+        self._previous_s = 0.0  # what a step of it took, last
+        self._before: StepMeasured | None = None  # the same, lane by lane
+        self._gain = self.settings.gain  # what must be promised; more after each disappointment
+        self._settled: StepMeasured | None = None  # of the plan that is gone back to
+        self._target: Plan | None = None  # what is being moved for
+        self._to_move = 0.0
+        self._steps: deque[StepMeasured] = deque(maxlen=self.settings.window)
+        self._since_switch = 0
+        self._since_thought = 0
+        self._wait = self.settings.min_steps_between
+        self._reference: StepMeasured | None = None
+
+    @property
+    def question(self) -> Question:
+        """For the work at hand, on the machine as it has been learned."""
+        return Question(self._model, self.machine, self._work, self._state, self._hit_rate)
+
+    @property
+    def moving_nbytes(self) -> float:
+        """What is still to be copied in the background."""
+        return self._to_move
+
+    def handle(self, event: Event) -> list[Command]:
+        if isinstance(event, MemoryTaken):
+            self._state = replace(
+                CALM, vram_taken_nbytes=event.vram_nbytes, ram_taken_nbytes=event.ram_nbytes
+            )
+            return self._refit("memory that is left has changed")
+        if isinstance(event, WorkChanged):
+            self._work = event.work
+            return self._refit("the work has changed")
+        return self._measured(event)
+
+    # -- steps
+
+    def _measured(self, step: StepMeasured) -> list[Command]:
+        self._steps.append(step)
+        self._since_switch += 1
+        self._since_thought += 1
+        if self._target is not None:
+            self._to_move = max(0.0, self._to_move - step.moved_nbytes)
+            return [] if self._to_move > 0.0 else self._switch(self._target)
+        if len(self._steps) < self.settings.window:
+            return []
+        now = self._median()
+        if self._previous is not None:
+            undo = self._judge(now)
+            if undo:
+                return undo
+        if self._settled is not None:  # back again: nothing has been learned that was not known
+            self._reference, self._settled = self._settled, None
+        is_first = self._reference is None
+        if is_first:
+            self._learn(now, is_fresh=True)
+            self._reference = now
+        elif not self._has_drifted(now) or self._since_thought < self._wait:
+            return []
+        else:
+            self._learn(now, is_fresh=False)
+            self._reference = now
+            self._gain, self._wait = self.settings.gain, self.settings.min_steps_between
+        return self._think("first steps measured" if is_first else "measured steps have drifted")
+
+    def _median(self) -> StepMeasured:
+        lanes = self._steps[-1].busy_s
+        return StepMeasured(
+            median(step.seconds for step in self._steps),
+            {lane: median(step.busy_s[lane] for step in self._steps) for lane in lanes},
+        )
+
+    def _has_drifted(self, now: StepMeasured) -> bool:
+        assert self._reference is not None
+        if abs(now.seconds / self._reference.seconds - 1.0) >= self.settings.drift:
+            return True
+        return any(
+            abs(busy - self._reference.busy_s[lane]) >= self.settings.drift * now.seconds
+            for lane, busy in now.busy_s.items()
+        )
+
+    def _judge(self, now: StepMeasured) -> list[Command]:
+        """Whether the plan that took over is worse than the one before it."""
+        previous, before_s = self._previous, self._previous_s
+        assert previous is not None
+        self._previous = None
+        if now.seconds <= before_s * (1.0 + self.settings.tolerance):
+            return []
+        self._gain *= 2.0
+        self._wait = min(self.settings.max_steps_between, 2 * self._wait)
+        self._settled = self._before
+        return self._go(previous, "the new plan measured slower", now.seconds, before_s)
+
+    # -- learning
+
+    def _learn(self, now: StepMeasured, *, is_fresh: bool) -> None:
+        """Rates so that the plan in force would be predicted as it was measured.
+
+        is_fresh: the plan has just begun. Cores that are slower than predicted while links work
+        beside them are then put down to the DRAM port, later on to the cores.
+        """
+        predicted = self.question.times(self.plan)
+        factor = {
+            lane: predicted.busy_s[lane] / busy if busy > 0.0 else 1.0
+            for lane, busy in now.busy_s.items()
+        }
+        machine = self.machine
+        cards = []
+        for index, (card, stated) in enumerate(zip(machine.cards, self._file.cards, strict=True)):
+            gpu, link = _sure(factor[f"gpu:{index}"]), _sure(factor[f"h2d:{index}"])
+            cards.append(
+                replace(
+                    card,
+                    vram_bytes_per_s=_within(card.vram_bytes_per_s * gpu, stated.vram_bytes_per_s),
+                    flops=_within(card.flops * gpu, stated.flops),
+                    h2d_bytes_per_s=_within(card.h2d_bytes_per_s * link, stated.h2d_bytes_per_s),
+                )
+            )
+        disk = _within(
+            machine.disk_bytes_per_s * _sure(factor["disk:0"]), self._file.disk_bytes_per_s
+        )
+        self.machine = replace(machine, cards=tuple(cards), disk_bytes_per_s=disk)
+        self._learn_cores(now, _sure(factor["cpu:0"]), is_fresh)
+
+    def _learn_cores(self, now: StepMeasured, factor: float, is_fresh: bool) -> None:
+        if factor == 1.0:
+            return
+        machine, stated = self.machine, self._file
+        beside = sum(
+            now.busy_s[f"h2d:{index}"] * card.h2d_bytes_per_s
+            for index, card in enumerate(machine.cards)
+        )
+        beside = (beside + 2.0 * now.busy_s["disk:0"] * machine.disk_bytes_per_s) / now.seconds
+        cores, port, flops = (
+            machine.cpu_bytes_per_s,
+            machine.dram_bytes_per_s,
+            machine.cpu_flops,
+        )
+        reached = min(cores, max(port - beside, port * LEAST_DRAM_PART)) * factor
+        if factor < 1.0 and beside and is_fresh:
+            port = reached + beside
+        else:
+            if factor > 1.0:
+                port = max(port, reached + beside)
+                cores = max(cores, reached) if beside else reached
+            else:
+                cores = reached
+            flops = machine.cpu_flops * cores / machine.cpu_bytes_per_s
+        self.machine = replace(
+            machine,
+            cpu_bytes_per_s=_within(cores, stated.cpu_bytes_per_s),
+            dram_bytes_per_s=_within(max(port, cores), stated.dram_bytes_per_s),
+            cpu_flops=_within(flops, stated.cpu_flops),
+        )
+
+    # -- thinking
+
+    def _think(self, why: str) -> list[Command]:
+        self._since_thought = 0
+        question = self.question
+        staying_s = question.times(self.plan).step_s
+        best = search(question)
+        nbytes, move_s = moves(question, self.plan, best.plan)
+        steps = self.settings.horizon_steps
+        meanwhile = min(float(steps), move_s / staying_s)
+        all_s = meanwhile * staying_s + (steps - meanwhile) * best.times.step_s
+        gain = 1.0 - all_s / (steps * staying_s)
+        if gain < self._gain:
+            self._wait = min(
+                self.settings.max_steps_between, round(self._wait * self.settings.patience)
+            )
+            return []
+        return self._go(best.plan, why, staying_s, best.times.step_s, nbytes)
+
+    def _refit(self, why: str) -> list[Command]:
+        """What is running may not fit any more: first what has to go, then the best plan."""
+        self._target, self._to_move = None, 0.0
+        self._reference = None
+        self._previous = None
+        self._settled = None
+        self._gain = self.settings.gain
+        self._wait = self.settings.min_steps_between
+        self._steps.clear()
+        commands: list[Command] = []
+        question = self.question
+        if not question.fits(self.plan):
+            brought = [site.brought for site in self.plan.sites]
+            spread = shrunk(question, Spread.of(self.plan), 0.0)
+            smaller = settle(question, self.plan.name, spread, brought)
+            if smaller is None or not question.fits(smaller):
+                smaller = search(question).plan
+            commands += self._switch(smaller)
+            self._previous = None
+        return commands + self._think(why)
+
+    def _go(
+        self, plan: Plan, why: str, staying_s: float, expected_s: float, nbytes: float | None = None
+    ) -> list[Command]:
+        if nbytes is None:
+            nbytes, _ = moves(self.question, self.plan, plan)
+        explained = Explained(why, staying_s, expected_s, nbytes)
+        if nbytes <= 0.0:
+            return [explained, *self._switch(plan)]
+        self._target, self._to_move = plan, nbytes
+        return [explained, Move(plan, nbytes)]
+
+    def _switch(self, plan: Plan) -> list[Command]:
+        if self._steps:
+            self._before = self._median()
+            self._previous, self._previous_s = self.plan, self._before.seconds
+        self.plan = plan
+        self._target, self._to_move = None, 0.0
+        self._steps.clear()
+        self._since_switch = 0
+        self._reference = None
+        return [Switch(plan)]
+
+
+def moves(question: Question, old: Plan, new: Plan) -> tuple[float, float]:
+    """(bytes that go over links, seconds of the busiest link). Dropping costs nothing."""
+    cards = question.machine.cards
+    moved = [0.0] * len(cards)
+    for load, before, after in zip(question.model.loads, old.sites, new.sites, strict=True):
+        kv = load.kv_nbytes_per_token * question.work.context * question.work.sequences
+        for card in range(len(cards)):
+            more = after.vram * after.over[card] - before.vram * before.over[card]
+            # Keys and values are in one place only: they move either way.
+            moved[card] += more * (load.whole_nbytes + kv) if more > 0 else -more * kv
+    seconds = [
+        nbytes / (card.h2d_bytes_per_s * question.state.link)
+        for nbytes, card in zip(moved, cards, strict=True)
+    ]
+    return sum(moved), max(seconds, default=0.0)
+
+
+def _sure(factor: float) -> float:
+    return 1.0 if abs(factor - 1.0) < SURE else factor
+
+
+def _within(rate: float, stated: float) -> float:
+    return min(max(rate, stated * SLOWEST), stated * FASTEST)
+
+
+__all__ = [
+    "Command",
+    "Conditions",
+    "Event",
+    "Explained",
+    "HybridShadow",
+    "MemoryTaken",
+    "Move",
+    "ShadowSettings",
+    "StepMeasured",
+    "Switch",
+    "WorkChanged",
+    "moves",
+]

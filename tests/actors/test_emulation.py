@@ -1,0 +1,125 @@
+"""Emulated worlds: their law, their hidden figures, and the shadow in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+
+from shadowlane.actors.emulation import Hidden, World, true_machine
+from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
+from shadowlane.planner.hybrid import Load, Model, Plan, Site, Work
+from shadowlane.planner.hybrid_layouts import Question, by_hand
+from shadowlane.planner.hybrid_search import search
+from shadowlane.planner.hybrid_shadow import HybridShadow, MemoryTaken, StepMeasured
+
+CARD = Card("card", 4e9, 1e9, 400e9, 40e12, 12e9, 12e9, launch_s=5e-6, crossing_s=20e-6)
+MACHINE = Hardware("machine", (CARD,), 40e9, 1e12, 2e-6, 48e9, 64e9, 4e9, 5e9)
+WORK = Work()
+MODEL = Model(
+    "model",
+    tuple(
+        Load(f"{layer}.{kind}", kind, layer, nbytes, 4 * nbytes)
+        for layer in range(12)
+        for kind, nbytes in (("qkv", 1e8), ("gate_up", 4e8), ("down", 2e8))
+    ),
+    10_000.0,
+    1e8,
+    65536,
+)
+ON_CPU = Plan("", tuple(Site(0.0, 1.0) for _ in MODEL.loads))
+BROUGHT = Plan("", tuple(Site(0.0, 1.0, 0.3) for _ in MODEL.loads))
+
+
+def seconds(plan: Plan, state: Conditions = CALM, hidden: Hidden | None = None) -> float:
+    world = World(MODEL, MACHINE, hidden)
+    world.state = state
+    return mean(world.step(plan, WORK).seconds for _ in range(20))
+
+
+def test_the_same_seed_is_the_same_world() -> None:
+    one, other = (World(MODEL, MACHINE, Hidden.drawn(3), seed=3) for _ in range(2))
+    assert [one.step(BROUGHT, WORK) for _ in range(5)] == [
+        other.step(BROUGHT, WORK) for _ in range(5)
+    ]
+    assert Hidden.drawn(3) != Hidden.drawn(4)
+
+
+def test_a_calm_world_without_secrets_is_near_what_is_predicted_and_not_the_same() -> None:
+    question = Question(MODEL, MACHINE, WORK)
+    for answer in by_hand(question).values():
+        measured = seconds(answer.plan)
+        assert measured == pytest.approx(answer.times.step_s, rel=0.15)
+        assert measured != answer.times.step_s
+
+
+def test_hidden_factors_are_felt() -> None:
+    assert seconds(ON_CPU, hidden=Hidden(cpu=0.7)) == pytest.approx(seconds(ON_CPU) / 0.7, rel=0.05)
+    assert true_machine(MACHINE, Hidden(cpu=1.3)).dram_bytes_per_s >= 40e9 * 1.3
+
+
+def test_a_neighbour_on_the_cores_takes_its_part_in_whole_pieces() -> None:
+    assert seconds(ON_CPU, Conditions(cpu=0.5)) == pytest.approx(2 * seconds(ON_CPU), rel=0.1)
+
+
+def test_links_take_from_what_the_cores_read() -> None:
+    """48 GB/s for both: the cores' 40 beside a link of 12 become 36."""
+    world = World(MODEL, MACHINE)
+    step = world.step(BROUGHT, WORK)
+    alone = 0.7 * 8.4e9 / 40e9
+    assert step.busy_s["cpu:0"] > alone * 1.05
+
+
+def test_a_move_takes_what_links_have_left_and_never_starves() -> None:
+    world = World(MODEL, MACHINE)
+    idle = world.step(ON_CPU, WORK, 1e9)
+    assert idle.moved_nbytes == pytest.approx(1e9)
+    all_brought = Plan("", tuple(Site(0.0, 1.0, 1.0) for _ in MODEL.loads))
+    busy = world.step(all_brought, WORK, 9e9)
+    assert 0.0 < busy.moved_nbytes < 9e9
+    assert busy.seconds > world.step(all_brought, WORK).seconds * 1.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_shadow_recovers_what_busy_cores_cost(seed: int) -> None:
+    """In worlds whose rates it does not know, whose law it does not know."""
+    hidden = Hidden.drawn(seed, 0.2)
+    question = Question(MODEL, MACHINE, WORK)
+    kept = search(question).plan
+    taken = Conditions(cpu=0.3)
+
+    def run(shadow: HybridShadow | None) -> tuple[float, float]:
+        world = World(MODEL, MACHINE, hidden, seed=seed)
+        paces = []
+        for state in (CALM, taken):
+            world.state = state
+            steps = []
+            for _ in range(120):
+                plan = kept if shadow is None else shadow.plan
+                moving = 0.0 if shadow is None else shadow.moving_nbytes
+                step = world.step(plan, WORK, moving)
+                steps.append(step.seconds)
+                if shadow is not None:
+                    shadow.handle(StepMeasured(step.seconds, step.busy_s, step.moved_nbytes))
+            paces.append(mean(steps[60:]))
+        return paces[0], paces[1]
+
+    calm_kept, taken_kept = run(None)
+    calm, disturbed = run(HybridShadow(MODEL, MACHINE, WORK, plan=kept))
+    assert calm <= calm_kept * 1.02
+    assert disturbed < taken_kept * 0.9
+
+
+def test_the_shadow_gives_memory_back_while_running() -> None:
+    world = World(MODEL, MACHINE)
+    shadow = HybridShadow(MODEL, MACHINE, WORK)
+    for _ in range(20):
+        step = world.step(shadow.plan, WORK, shadow.moving_nbytes)
+        shadow.handle(StepMeasured(step.seconds, step.busy_s, step.moved_nbytes))
+    shadow.handle(MemoryTaken(1.5e9))
+    world.state = replace(CALM, vram_taken_nbytes=1.5e9)
+    for _ in range(20):
+        assert shadow.question.fits(shadow.plan)
+        step = world.step(shadow.plan, WORK, shadow.moving_nbytes)
+        shadow.handle(StepMeasured(step.seconds, step.busy_s, step.moved_nbytes))
