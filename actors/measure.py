@@ -107,7 +107,8 @@ def _measure_misses(
             before = engine.gauges.disk_statistics().copy()
             for repeat in range(repeats + 1):
                 began = time.monotonic()
-                engine.run_unheard(_step(rows, tokens, phase, repeat, cut.config.vocab_size))
+                step = _step(rows, tokens, phase, repeat, cut.config.vocab_size, chunk)
+                engine.run_unheard(step)
                 if repeat == 0:
                     continue
                 step_s.append(time.monotonic() - began)
