@@ -33,6 +33,7 @@ from tiny import tiny_tokens
 from shadowlane.actors import engine as engines
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.disk_lane import EXPERT_NBYTES, ModelFile
+from shadowlane.actors.expert_reader import ExpertReader
 from shadowlane.actors.measure import measure_groups
 
 OPTIONS = Options(context=256, prefill_chunk=25, logit_rows=200, dtype="float32")
@@ -230,17 +231,21 @@ def test_a_chunk_that_is_cancelled_is_not_computed_to_its_end(
             make_void(step)
 
         monkeypatch.setattr(run.engine._records, "make_void", noted)
-        read_block = ModelFile.read_block
+        # A disk lane that makes a step long enough to be left.
+        owner, name = (
+            (ExpertReader, "_prepare_victims") if family == MANY else (ModelFile, "read_block")
+        )
+        quickly = getattr(owner, name)
 
-        def read_slowly(*arguments: Any) -> None:
-            threading.Event().wait(0.005)  # a disk that makes a step long enough to be left
-            read_block(*arguments)
+        def slowly(*arguments: Any) -> None:
+            threading.Event().wait(0.005)
+            quickly(*arguments)
 
         until = time.monotonic() + PATIENCE_S
         while len(void) < 3:  # some are cancelled before their step begins
             assert time.monotonic() < until, "no step was made void"
             with monkeypatch.context() as slow:
-                slow.setattr(ModelFile, "read_block", read_slowly)
+                slow.setattr(owner, name, slowly)
                 sequence = run.submit(PROMPT, 12)
                 while not sequence.timing.started:
                     pass

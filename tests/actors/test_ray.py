@@ -105,9 +105,9 @@ def are_gone(process_ids: dict[str, int]) -> bool:
 
 @pytest.mark.parametrize("victim", [*(f"cpu:{number}" for number in range(LANES)), "disk:0"])
 def test_a_killed_lane(llm: LLM, expected: tuple[int, ...], victim: str) -> None:
+    before = llm._call("process_ids")
     stream = llm.stream(PROMPT, LONG)
     next(stream)
-    before = llm._call("process_ids")
     os.kill(before[victim], signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EngineError) as told:
@@ -132,9 +132,10 @@ def test_a_killed_lane_of_a_mixture(
     with LLM(mixture, ram=ram, ctx_size=512) as loaded:
         assert loaded.plan["expert_slots"] < plan["expert_slots"] // 2
         expected = loaded.generate(PROMPT, PARAMS)[0].token_ids
+        before = loaded._call("process_ids")
         stream = loaded.stream(PROMPT, LONG)
         next(stream)
-        os.kill(loaded._call("process_ids")[victim], signal.SIGKILL)
+        os.kill(before[victim], signal.SIGKILL)
         with pytest.raises(EngineError, match=f"{victim}: its process died"):
             list(stream)
         assert loaded.generate(PROMPT, PARAMS)[0].token_ids == expected
