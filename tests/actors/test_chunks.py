@@ -33,7 +33,6 @@ from tiny import tiny_tokens
 from shadowlane.actors import engine as engines
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.disk_lane import EXPERT_NBYTES, ModelFile
-from shadowlane.actors.expert_reader import ExpertReader
 from shadowlane.actors.measure import measure_groups
 
 OPTIONS = Options(context=256, prefill_chunk=25, logit_rows=200, dtype="float32")
@@ -213,7 +212,8 @@ def test_a_chunk_that_is_cancelled_is_not_computed_to_its_end(
     tiny_model: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rest is retired undone, and what comes next is as if it had never been."""
-    model = tiny_model(family)
+    # Steps long enough to be left: of streamed blocks by a slow disk, below; of experts by size.
+    model = tiny_model(family, **({"moe_intermediate_size": 2048} if family == MANY else {}))
     if family == MANY:
         experts = cut(model, OPTIONS, TWO_THREADS).catalog.experts
         assert experts is not None
@@ -231,21 +231,17 @@ def test_a_chunk_that_is_cancelled_is_not_computed_to_its_end(
             make_void(step)
 
         monkeypatch.setattr(run.engine._records, "make_void", noted)
-        # A disk lane that makes a step long enough to be left.
-        owner, name = (
-            (ExpertReader, "_prepare_victims") if family == MANY else (ModelFile, "read_block")
-        )
-        quickly = getattr(owner, name)
+        read_block = ModelFile.read_block
 
-        def slowly(*arguments: Any) -> None:
+        def read_slowly(*arguments: Any) -> None:
             threading.Event().wait(0.005)
-            quickly(*arguments)
+            read_block(*arguments)
 
         until = time.monotonic() + PATIENCE_S
         while len(void) < 3:  # some are cancelled before their step begins
             assert time.monotonic() < until, "no step was made void"
             with monkeypatch.context() as slow:
-                slow.setattr(owner, name, slowly)
+                slow.setattr(ModelFile, "read_block", read_slowly)
                 sequence = run.submit(PROMPT, 12)
                 while not sequence.timing.started:
                     pass
