@@ -31,6 +31,8 @@ class _Totals:
     off_cards: float
     on_disk: float
     flops: float
+    # Cheapest first: (operations per byte, bytes). What cores can compute they may choose.
+    density: tuple[tuple[float, float], ...]
 
 
 def hybrid_bounds(question: Question) -> HybridBounds:
@@ -71,13 +73,26 @@ def _fill(question: Question, kv_part: float) -> _Totals:
     hits, in_memory = (
         (question.hit_rate(held), question.hit_rate(kept)) if is_decode else (held, kept)
     )
-    flops = sum(
-        load.flops_per_row * work.rows * (work.context if load.kind == "attn" else 1)
-        for load in model.loads
-    )
+    touched: list[tuple[float, float]] = []  # operations and bytes of each load
+    for load in model.loads:
+        flops = load.flops_per_row * work.rows
+        nbytes = load.nbytes
+        if load.kind == "attn":
+            flops *= work.context
+            nbytes = load.kv_nbytes_per_token * work.context * sequences
+        elif load.experts:
+            nbytes *= expected_distinct(load.experts, load.top_k, work.rows)
+        touched.append((flops, nbytes))
+    density = sorted((flops / nbytes, nbytes) for flops, nbytes in touched if nbytes)
     on_cards = kv_part * kv + dense_part * dense + hits * chosen
     off_cards = (1 - kv_part) * kv + (1 - dense_part) * dense + (1 - hits) * chosen
-    return _Totals(on_cards, off_cards, dense_on_disk + (1 - in_memory) * chosen, flops)
+    return _Totals(
+        on_cards,
+        off_cards,
+        dense_on_disk + (1 - in_memory) * chosen,
+        sum(flops for flops, _ in touched),
+        tuple(density),
+    )
 
 
 def _least_s(question: Question, totals: _Totals, *, only_compute: bool = False) -> float:
@@ -106,10 +121,8 @@ def _is_enough(question: Question, totals: _Totals, seconds: float, only_compute
     link_nbytes = sum(card.h2d_bytes_per_s for card in cards) * state.link * seconds
     cpu_flops = machine.cpu_flops * state.cpu * seconds
     on_cpu = min(totals.off_cards, machine.cpu_bytes_per_s * state.cpu * seconds)
-    whole = totals.on_cards + totals.off_cards
-    if totals.flops and whole:
-        # Operations belong to bytes: what the processor cannot compute it need not read.
-        on_cpu = min(on_cpu, whole * cpu_flops / totals.flops)
+    # Operations belong to bytes: what the processor cannot compute it need not read.
+    on_cpu = min(on_cpu, _computable_nbytes(totals, cpu_flops))
     brought = totals.off_cards - on_cpu
     if totals.on_cards + brought > card_nbytes or totals.flops > card_flops + cpu_flops:
         return False
@@ -118,3 +131,15 @@ def _is_enough(question: Question, totals: _Totals, seconds: float, only_compute
         and totals.off_cards + 2 * totals.on_disk <= machine.dram_bytes_per_s * seconds
         and totals.on_disk <= machine.disk_bytes_per_s * state.disk * seconds
     )
+
+
+def _computable_nbytes(totals: _Totals, flops: float) -> float:
+    """Most bytes whose operations are no more than `flops`."""
+    found = 0.0
+    for per_byte, nbytes in totals.density:
+        part = min(nbytes, flops / per_byte) if per_byte else nbytes
+        found += part
+        flops -= part * per_byte
+        if part < nbytes:
+            break
+    return found

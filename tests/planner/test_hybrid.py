@@ -349,6 +349,15 @@ def test_any_plan_found_fits_and_beats_hands_but_no_bound(
         assert site.vram + site.ram <= 1 + 1e-9
 
 
+def test_a_bound_lets_cores_take_what_is_cheap_to_compute() -> None:
+    """Few operations for many bytes on one side, the opposite on the other: no average of them."""
+    slow = replace(MACHINE, cpu_flops=3e11, cards=(replace(CARD, vram_nbytes=2e9),))
+    wide = Load("0.qkv", "qkv", 0, 1e9, 1e9)
+    deep = Load("0.gate_up", "gate_up", 0, 2e8, 4e10)
+    question = Question(model(wide, deep), slow)
+    assert hybrid_bounds(question).path_s <= search(question).times.step_s * 1.001
+
+
 def test_more_mechanisms_never_make_a_plan_slower() -> None:
     question = instance(3, layers=3)
     hand = by_hand(question)
