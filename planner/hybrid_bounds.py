@@ -120,11 +120,16 @@ def _is_enough(question: Question, totals: _Totals, seconds: float, only_compute
     card_flops = sum(card.flops for card in cards) * state.gpu * seconds
     link_nbytes = sum(card.h2d_bytes_per_s for card in cards) * state.link * seconds
     cpu_flops = machine.cpu_flops * state.cpu * seconds
-    on_cpu = min(totals.off_cards, machine.cpu_bytes_per_s * state.cpu * seconds)
-    # Operations belong to bytes: what the processor cannot compute it need not read.
-    on_cpu = min(on_cpu, _computable_nbytes(totals, cpu_flops))
-    brought = totals.off_cards - on_cpu
-    if totals.on_cards + brought > card_nbytes or totals.flops > card_flops + cpu_flops:
+    # Cores may also take what cards have room for. Operations belong to bytes: what cores cannot
+    # compute they need not read.
+    whole = totals.on_cards + totals.off_cards
+    on_cpu = min(
+        whole,
+        machine.cpu_bytes_per_s * state.cpu * seconds,
+        _computable_nbytes(totals, cpu_flops),
+    )
+    brought = max(0.0, totals.off_cards - on_cpu)
+    if whole - on_cpu > card_nbytes or totals.flops > card_flops + cpu_flops:
         return False
     return only_compute or (
         brought <= link_nbytes
