@@ -377,10 +377,9 @@ class DiskLane:
             (lane, sweep.lane_bases[lane] + step * sweep.lane_lengths[lane] + rel)
             for lane, step, rel in waits
         ]
-        if freed >= 0:
-            # NOTE: consumers of a void step retire without their blocks: what they have not waited
-            # for may still be on its way into the slot.
-            counters.append((DISK_COUNTER, ordinal - sweep.num_slots + 1))
+        # NOTE: consumers of a void step retire without their blocks: what they have not waited for
+        # may still be on its way into the slot.
+        counters.append((DISK_COUNTER, ordinal - sweep.num_slots + 1))
         for counter, wanted in counters:
             while True:
                 status = wait_counter(self._address(counter), wanted, self._abort, 0, LOOK_UP_NS)
