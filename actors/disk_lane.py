@@ -373,10 +373,16 @@ class DiskLane:
         if not self._prefetch:  # read when the instruction before the consumer has retired
             step, place = divmod(local, len(sweep.blocks))
             waits += [(lane, step, rel - 1) for lane, rel in sweep.consumers[place]]
-        for lane, step, rel in waits:
-            wanted = sweep.lane_bases[lane] + step * sweep.lane_lengths[lane] + rel
+        counters = [
+            (lane, sweep.lane_bases[lane] + step * sweep.lane_lengths[lane] + rel)
+            for lane, step, rel in waits
+        ]
+        # NOTE: consumers of a void step retire without their blocks: what they have not waited for
+        # may still be on its way into the slot.
+        counters.append((DISK_COUNTER, ordinal - sweep.num_slots + 1))
+        for counter, wanted in counters:
             while True:
-                status = wait_counter(self._address(lane), wanted, self._abort, 0, LOOK_UP_NS)
+                status = wait_counter(self._address(counter), wanted, self._abort, 0, LOOK_UP_NS)
                 if status == WAIT_OK:
                     break
                 if status == WAIT_ABORTED or self._paused or self._stopping:

@@ -41,7 +41,6 @@ from shadowlane.ops.rows import finish_row
 
 GATE, UP, DOWN = 0, 1, 2
 SPINS_BEFORE_REST = 2000  # looks at a peer's progress before the core is offered to others
-SUM_ROWS = 32  # rows of a chunk that one item adds up
 
 
 @njit

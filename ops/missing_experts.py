@@ -165,9 +165,7 @@ def judge_guess(base: int, geometry: Any, board: Any, layer: int, number: int) -
     for place in range(board.guess_ids.shape[1]):
         expert = board.guess_ids[layer, place]
         slot = board.guess_slots[layer, place]
-        is_right = is_about_it and read_i32(starts + 4 * expert) != read_i32(
-            starts + 4 * expert + 4
-        )
+        is_right = is_about_it and is_chosen(starts, expert)
         if is_about_it:
             state[NAMED] += 1 if is_right else 0
         if slot < 0:
@@ -275,8 +273,10 @@ def follow_requests(base: int, geometry: Any, board: Any) -> None:
             unlock(state_at(board, MUTEX))
             end_reads(base, geometry, board)
             return
+        # NOTE: read first: what is served has been judged then. A guess that is withdrawn later
+        # could take the slot of a read that is certain by now.
+        newest = load64(numbers + 8 * t.NEWEST_REQUEST)
         judge_guesses(base, geometry, board)
-        newest = read_i64(numbers + 8 * t.NEWEST_REQUEST)
         if newest > state[SERVED]:
             state[SERVED] = newest
             serve(base, geometry, board, newest)

@@ -225,6 +225,46 @@ def test_without_prefetch_a_block_waits_for_the_instruction_before(model: Path) 
         assert not alone.has_read(of_first + 1, timeout_s=0.1)
 
 
+@pytest.mark.parametrize("is_adopted_anew", [False, True])
+def test_a_slot_is_not_read_into_twice_where_nobody_waited_for_the_first(
+    model: Path, is_adopted_anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a void step consumers retire without their blocks, so reads may lie far behind them."""
+    alone = Alone(model, num_slots=4, depth=4)
+    count = len(alone.sweep.blocks)
+    last = alone.blueprint.sources[alone.sweep.blocks[-1]]
+    is_begun, may_end = threading.Event(), threading.Event()
+    read_block = ModelFile.read_block
+
+    def read(file: ModelFile, source: Any, memory: np.ndarray, home: int) -> None:
+        if source is last and not is_begun.is_set():
+            is_begun.set()
+            assert may_end.wait(PATIENCE_S)
+        read_block(file, source, memory, home)
+
+    monkeypatch.setattr(ModelFile, "read_block", read)
+    alone.consume(alone.length)
+    alone.lane.adopt(alone.sweep, {}, 0)
+    if is_adopted_anew:  # between the void step and the next, which begins where no read has been
+        next_one = replace(alone.sweep, base=count, lane_bases=(alone.length,))
+        alone.lane.adopt(next_one, {}, 1)
+    thread = threading.Thread(target=alone.lane.run, daemon=True)
+    thread.start()
+    assert is_begun.wait(PATIENCE_S)
+    for _ in range(20):
+        threading.Event().wait(0.01)
+        reads = int(alone.lane._statistics[NUM_READS])
+        assert reads <= count - 1 + 3, "the slot of the last is not free yet"
+    may_end.set()
+    assert alone.has_read(count + 4)
+    for ordinal in range(count, count + 4):
+        alone.assert_slot_holds(ordinal)
+    alone.lane.stop()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert alone.lane.error is None
+
+
 def test_loading_gives_every_block_its_bytes(model: Path) -> None:
     alone = Alone(model)
     wanted = [index for index, kept in enumerate(alone.placement.resident) if kept]
