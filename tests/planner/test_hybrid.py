@@ -64,6 +64,13 @@ def test_a_card_pays_one_crossing_in_and_none_between_neighbours() -> None:
     assert seconds(loads, (ON_CARD, ON_CARD)) == pytest.approx(crossing_s() + on_card_s)
 
 
+def test_the_way_back_goes_at_its_own_rate() -> None:
+    slow_back = replace(MACHINE, cards=(replace(CARD, d2h_bytes_per_s=1e8),))
+    loads = (dense("a", 400e6), dense("b", 400e6))
+    more_s = seconds(loads, (ON_CARD, ON_CPU), slow_back) - seconds(loads, (ON_CARD, ON_CPU))
+    assert more_s == pytest.approx(ROW_NBYTES / 1e8 - ROW_NBYTES / 20e9)
+
+
 def test_each_change_of_side_is_a_crossing() -> None:
     loads = (dense("a", 400e6), dense("b", 400e6), dense("c", 400e6))
     sides_s = 2 * (400e6 / 400e9 + 5e-6) + 400e6 / 40e9 + 2e-6
@@ -101,6 +108,17 @@ def test_what_is_on_disk_is_read_every_step() -> None:
     assert seconds(loads, tuple(Site(0.0, 0.5) for _ in loads)) == pytest.approx(
         4 * 250e6 / 5e9, rel=0.1
     )
+
+
+def test_what_the_disk_writes_to_ram_takes_the_port_once() -> None:
+    """2 GB/s of it: of a port of 45 the cores are left all that they can do, of one of 40, 38."""
+    loads = tuple(dense(str(index), 4e9, index) for index in range(4))
+    partly_read = tuple(Site(0.0, 0.95) for _ in loads)
+    port = replace(MACHINE, dram_bytes_per_s=45e9)
+    assert seconds(loads, partly_read, port) == pytest.approx(16e9 / 40e9, rel=0.01)
+    narrow = replace(MACHINE, dram_bytes_per_s=40e9)
+    # 0.8 GB in the 0.4 s of the first look
+    assert seconds(loads, partly_read, narrow) == pytest.approx(16e9 / 38e9, rel=0.01)
 
 
 def test_cores_share_the_dram_port_with_what_is_brought() -> None:
@@ -355,6 +373,16 @@ def test_more_mechanisms_never_make_a_plan_slower() -> None:
     plain = min(answer.times.step_s for answer in hand.values())
     for name in MECHANISMS:
         assert search(question, rivals=hand, using=(name,)).times.step_s <= plain
+
+
+def test_a_step_that_is_not_worth_playing_to_its_end_is_never_taken_for_a_faster_one() -> None:
+    for seed in range(4):
+        question = instance(seed, layers=3)
+        for answer in (*by_hand(question).values(), search(question)):
+            step_s = question.times(answer.plan).step_s
+            for worth_s in (step_s * 0.3, step_s * 0.8, step_s * 0.999):
+                assert question.times(answer.plan, worth_s).step_s >= worth_s
+            assert question.times(answer.plan, step_s * 1.001).step_s == step_s
 
 
 def test_the_knapsack_is_exact_where_sizes_are_even() -> None:
