@@ -261,7 +261,7 @@ def by_hand(question: Question) -> dict[str, Answer]:
     model, cards = question.model, len(question.machine.cards)
     settings = range(num_layers(model) + 1)
     kinds: dict[str, Iterable[Plan | None]] = {
-        "cpu": [settle(question, "cpu", Spread.nowhere(model, cards))]
+        "cpu": [_fitting(question, settle(question, "cpu", Spread.nowhere(model, cards)))]
     }
     if cards:
         kinds["layer-split"] = (layer_split(question, n) for n in settings)
@@ -272,7 +272,7 @@ def by_hand(question: Question) -> dict[str, Answer]:
             kinds["cpu-moe"] = (cpu_moe(question, n) for n in settings)
     found: dict[str, Answer] = {}
     for name, plans in kinds.items():
-        fitting = [plan for plan in plans if plan is not None and question.fits(plan)]
+        fitting = [plan for plan in plans if plan is not None]
         if fitting:
             found[name] = best_of(question, _thinned(fitting))
     return found
