@@ -17,7 +17,7 @@ from random import Random
 
 from shadowlane.planner.hardware import CALM, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
-from shadowlane.planner.hybrid import STAGE_NBYTES, HitRate, Load, Model, Plan, Site, Work
+from shadowlane.planner.hybrid import STAGE_NBYTES, HitRate, Load, Model, Plan, Site, Work, rows_of
 
 CHUNK_NBYTES = 4e6  # of what links bring
 SMALL_NBYTES = 1.5e6  # a matrix of this size reaches half of a rate
@@ -277,7 +277,7 @@ class _Step:
     def _parts(self, load: Load, site: Site) -> _Parts:
         work = self._work
         is_decode = work.phase == "decode"
-        flops = load.flops_per_row * work.rows
+        flops = load.flops_per_row * rows_of(load, work)
         if load.kind == "attn":
             kv = load.kv_nbytes_per_token * work.context * (work.sequences if is_decode else 1)
             flops *= work.context

@@ -108,6 +108,12 @@ class Work:
 DECODE = Work()
 
 
+def rows_of(load: Load, work: Work) -> int:
+    """Rows that a load computes: of a prompt the head is asked for the last one only."""
+    is_last_only = load.kind == "lm_head" and work.phase == "prefill"
+    return work.sequences if is_last_only else work.rows
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where one load lives and who computes it. Parts of the whole: rows, KV heads or experts."""

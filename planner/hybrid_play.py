@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
-from shadowlane.planner.hybrid import STAGE_NBYTES, HitRate, Load, Model, Plan, Site, Work
+from shadowlane.planner.hybrid import STAGE_NBYTES, HitRate, Load, Model, Plan, Site, Work, rows_of
 
 DISK_RING_NBYTES = 1e9
 LAST_PART = 0.25  # of a side's time that is left when the last of what was brought has come
@@ -231,7 +231,7 @@ def _price(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: HitRate)
     is_decode = work.phase == "decode"
     if load.experts:
         return _price_experts(load, site, work, rates, hit_rate)
-    flops = load.flops_per_row * work.rows
+    flops = load.flops_per_row * rows_of(load, work)
     nbytes = load.nbytes
     if load.kind == "attn":
         flops *= work.context
