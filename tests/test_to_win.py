@@ -77,6 +77,13 @@ def test_earlier_runs_become_tables(
     assert lines[-1] == "m on toy: too large"
 
 
+def test_contexts_are_as_long_as_scenarios_ask_and_models_allow() -> None:
+    from to_win import model_named
+
+    assert model_named("llama-3.1-8b").max_context == 16384
+    assert model_named("llama-2-7b").max_context == 4096
+
+
 def test_a_machine_can_be_taken_to_be_otherwise() -> None:
     from to_win import otherwise
 
