@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
 from shadowlane.planner.hybrid import (
     DECODE,
+    DISK_RING_NBYTES,
     HitRate,
     Model,
     Plan,
@@ -107,6 +108,8 @@ def settle(
         else:
             dense += off
             room -= kv_nbytes(load, work) * (1.0 - vram)
+    if room < dense + experts:
+        room -= DISK_RING_NBYTES
     if room < 0:
         return None
     dense_kept = min(1.0, room / dense) if dense else 1.0

@@ -16,9 +16,19 @@ from typing import NamedTuple
 
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
-from shadowlane.planner.hybrid import STAGE_NBYTES, HitRate, Load, Model, Plan, Site, Work, rows_of
+from shadowlane.planner.hybrid import (
+    DISK_RING_NBYTES,
+    NOTHING,
+    STAGE_NBYTES,
+    HitRate,
+    Load,
+    Model,
+    Plan,
+    Site,
+    Work,
+    rows_of,
+)
 
-DISK_RING_NBYTES = 1e9
 LAST_PART = 0.25  # of a side's time that is left when the last of what was brought has come
 LEAST_DRAM_PART = 0.1  # of the port that cores get, however much goes through it beside them
 
@@ -238,11 +248,11 @@ def _price(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: HitRate)
         nbytes = load.kv_nbytes_per_token * work.context * (work.sequences if is_decode else 1)
     brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought
     on_cards = site.vram + brought
-    on_disk = max(0.0, 1.0 - site.vram - site.ram) if load.nbytes else 0.0
+    on_disk = 1.0 - site.vram - site.ram if load.nbytes else 0.0
     return _Price(
         _sides(nbytes, flops, on_cards, 1.0 - on_cards, site.over, rates),
         tuple(load.nbytes * brought * part for part in site.over) if rates.cards else (),
-        load.nbytes * on_disk,
+        load.nbytes * on_disk if on_disk > NOTHING else 0.0,
         0.0,
     )
 
@@ -296,7 +306,7 @@ def _sides(
     rates: _Rates,
 ) -> tuple[float, ...]:
     """Seconds of the processor and of each card for parts (or numbers) of one thing."""
-    here_s = _on_cpu(nbytes * on_cpu, flops * on_cpu, rates) if on_cpu > 1e-9 else 0.0
+    here_s = _on_cpu(nbytes * on_cpu, flops * on_cpu, rates) if on_cpu > NOTHING else 0.0
     return (
         here_s,
         *(

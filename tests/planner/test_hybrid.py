@@ -11,7 +11,17 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
-from shadowlane.planner.hybrid import STAGE_NBYTES, Load, Model, Plan, Site, Work, demand, fits
+from shadowlane.planner.hybrid import (
+    DISK_RING_NBYTES,
+    STAGE_NBYTES,
+    Load,
+    Model,
+    Plan,
+    Site,
+    Work,
+    demand,
+    fits,
+)
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
 from shadowlane.planner.hybrid_layouts import (
     Answer,
@@ -173,6 +183,16 @@ def test_demand_counts_keys_and_values_where_they_are() -> None:
     both = demand(whole, Plan("", (Site(0.25, 0.75), Site(0.5, 0.5, 0.5))), work, 1)
     assert both.vram[0] == pytest.approx(0.25 * 2e7 + 0.5e9 + STAGE_NBYTES)
     assert both.ram == pytest.approx(1e8 + 0.75 * 2e7 + 0.5e9)
+
+
+def test_what_is_read_ahead_has_room_in_ram() -> None:
+    whole = model(dense("a", 1e9))
+    assert demand(whole, Plan("", (Site(0.0, 0.6),)), Work(), 0).ram == pytest.approx(
+        1e8 + 0.6e9 + DISK_RING_NBYTES
+    )
+    small = replace(MACHINE, cards=(), ram_nbytes=4e9 + 1e8 + 0.9e9)
+    plan = search(Question(whole, small)).plan
+    assert plan.sites[0].ram == pytest.approx(0.9 - DISK_RING_NBYTES / 1e9)
 
 
 def test_taken_memory_is_not_there_to_plan_with() -> None:
