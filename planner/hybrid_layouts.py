@@ -1,8 +1,8 @@
 """Layouts over cards and RAM that people tune by hand, and what any layout is made with.
 
-What llama.cpp, accelerate and others offer as settings: whole layers on cards, with or without
-their keys and values; everything but the experts of some layers; attention alone; the rest brought
-over the link layer by layer.
+What llama.cpp, accelerate and others offer as settings: whole layers on cards, one card after the
+other or each matrix divided between all, with or without their keys and values; everything but the
+experts of some layers; attention alone; the rest brought over the link layer by layer.
 """
 
 from __future__ import annotations
@@ -193,10 +193,12 @@ def pack(
 # -- what people tune
 
 
-def layer_split(question: Question, layers: int, *, kv: bool = True) -> Plan | None:
+def layer_split(
+    question: Question, layers: int, *, kv: bool = True, across: bool = False
+) -> Plan | None:
     """The first `layers` layers on cards, the head as one layer more. None: they do not fit.
 
-    kv: whether keys, values and attention go with them.
+    kv: whether keys, values and attention go with them. across: all cards share every group.
     """
     loads = question.model.loads
     wanted = [
@@ -204,8 +206,8 @@ def layer_split(question: Question, layers: int, *, kv: bool = True) -> Plan | N
         for index, is_within in enumerate(_within(question.model, layers))
         if is_within and (kv or loads[index].kind != "attn")
     ]
-    name = f"layer-split {layers}" if kv else f"layer-split {layers}, KV in RAM"
-    return _whole(question, name, wanted)
+    name = f"{'row' if across else 'layer'}-split {layers}{'' if kv else ', KV in RAM'}"
+    return _whole(question, name, wanted, across=across)
 
 
 def cpu_moe(question: Question, layers: int) -> Plan | None:
@@ -246,10 +248,12 @@ def _within(model: Model, layers: int) -> list[bool]:
     return [(total - 1 if load.layer is None else load.layer) < layers for load in model.loads]
 
 
-def _whole(question: Question, name: str, wanted: Sequence[int]) -> Plan | None:
+def _whole(
+    question: Question, name: str, wanted: Sequence[int], *, across: bool = False
+) -> Plan | None:
     """These loads on cards, all of each."""
     limit = [1.0] * len(question.model.loads)
-    spread = pack(question, wanted, limit)
+    spread = pack(question, wanted, limit, across=across)
     if any(spread.vram[index] < 1.0 for index in wanted):
         return None
     return _fitting(question, settle(question, name, spread))
@@ -269,6 +273,8 @@ def by_hand(question: Question) -> dict[str, Answer]:
     if cards:
         kinds["layer-split"] = (layer_split(question, n) for n in settings)
         kinds["layer-split, KV in RAM"] = (layer_split(question, n, kv=False) for n in settings)
+        if cards > 1:
+            kinds["row-split"] = (layer_split(question, n, across=True) for n in settings)
         kinds["layer-stream"] = (layer_stream(question, n) for n in settings)
         kinds["attention-gpu"] = [attention_gpu(question)]
         if any(load.experts for load in model.loads):

@@ -218,6 +218,17 @@ def test_layers_go_to_the_fastest_card_first_and_then_to_the_next() -> None:
     assert [site.over for site in plan.sites] == [(0.0, 1.0)] * 3 + [(1.0, 0.0)] * 3
 
 
+def test_rows_between_cards_are_tuned_by_hand_too() -> None:
+    two = replace(MACHINE, cards=(CARD, replace(CARD, vram_bytes_per_s=200e9)))
+    loads = tuple(dense(f"{layer}.gate_up", 1e9, layer) for layer in range(4))
+    hand = by_hand(Question(model(*loads), two))
+    assert {site.over for site in hand["row-split"].plan.sites} == {(2 / 3, 1 / 3)}
+    # 4 GB at 600 GB/s; one card after the other takes longer.
+    assert hand["row-split"].times.step_s == pytest.approx(4e9 / 600e9, rel=0.1)
+    assert hand["row-split"].times.step_s < hand["layer-split"].times.step_s
+    assert "row-split" not in by_hand(Question(model(*loads), MACHINE))
+
+
 def test_cpu_moe_leaves_only_experts() -> None:
     experts = tuple(
         Load(f"{layer}.experts", "experts", layer, 1e7, 1e7, experts=16, top_k=2)
