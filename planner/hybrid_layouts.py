@@ -230,11 +230,7 @@ def attention_gpu(question: Question) -> Plan | None:
 def layer_stream(question: Question, layers: int) -> Plan | None:
     """As `layer_split`; the others are brought over the link, group by group."""
     plan = layer_split(question, layers)
-    if plan is None:
-        return None
-    brought = [0.0 if load.kind == "attn" else 1.0 for load in question.model.loads]
-    name = f"layer-stream {layers}"
-    return _fitting(question, settle(question, name, Spread.of(plan), brought))
+    return None if plan is None else _streamed(question, plan, f"layer-stream {layers}")
 
 
 def num_layers(model: Model) -> int:
@@ -259,12 +255,21 @@ def _whole(
     return _fitting(question, settle(question, name, spread))
 
 
+def _streamed(question: Question, plan: Plan, name: str) -> Plan | None:
+    """The same on cards; all else that has weights is brought to them."""
+    brought = [0.0 if load.kind == "attn" else 1.0 for load in question.model.loads]
+    return _fitting(question, settle(question, name, Spread.of(plan), brought))
+
+
 def _fitting(question: Question, plan: Plan | None) -> Plan | None:
     return plan if plan is not None and question.fits(plan) else None
 
 
 def by_hand(question: Question) -> dict[str, Answer]:
-    """The best of each kind of layout that people tune by hand: name -> its best setting."""
+    """The best of each kind of layout that people tune by hand: name -> its best setting.
+
+    Of a prompt, what a layout leaves in RAM may be brought too, as llama.cpp does unasked.
+    """
     model, cards = question.model, len(question.machine.cards)
     settings = range(num_layers(model) + 1)
     kinds: dict[str, Iterable[Plan | None]] = {
@@ -282,8 +287,12 @@ def by_hand(question: Question) -> dict[str, Answer]:
     found: dict[str, Answer] = {}
     for name, plans in kinds.items():
         fitting = [plan for plan in plans if plan is not None]
-        if fitting:
-            found[name] = best_of(question, _thinned(fitting))
+        tried = _thinned(fitting)
+        if question.work.phase == "prefill" and name not in ("cpu", "layer-stream"):
+            streamed = (_streamed(question, plan, f"{plan.name}, streamed") for plan in fitting)
+            tried += _thinned([plan for plan in streamed if plan is not None])
+        if tried:
+            found[name] = best_of(question, tried)
     return found
 
 

@@ -285,6 +285,23 @@ def test_what_the_disk_brings_takes_the_dram_port_twice_and_no_more() -> None:
     assert hybrid_bounds(question).resource_s == pytest.approx(1.0)
 
 
+def test_what_layouts_by_hand_leave_in_ram_is_brought_for_prompts() -> None:
+    loads: list[Load] = []
+    for layer in range(16):
+        loads.append(Load(f"{layer}.qkv", "qkv", layer, 5e7, 2e8))
+        loads.append(Load(f"{layer}.experts", "experts", layer, 5e7, 4e8, experts=16, top_k=2))
+    prompt = Question(model(*loads), MACHINE, Work("prefill", rows=512))
+    found = by_hand(prompt)["cpu-moe"]
+    assert found.plan.name.endswith(", streamed")
+    # Experts that are not on the card come over the link: the cores would take ten times as long.
+    off = sum(
+        load.nbytes * 16 * (1 - site.vram)
+        for load, site in zip(loads, found.plan.sites, strict=True)
+    )
+    assert off / 20e9 <= found.times.step_s < 1.3 * off / 20e9
+    assert not by_hand(replace(prompt, work=Work()))["cpu-moe"].plan.name.endswith("streamed")
+
+
 # -- the search
 
 
