@@ -17,11 +17,20 @@ from random import Random
 
 from shadowlane.planner.hardware import CALM, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
-from shadowlane.planner.hybrid import STAGE_NBYTES, HitRate, Load, Model, Plan, Site, Work
+from shadowlane.planner.hybrid import (
+    DISK_RING_NBYTES,
+    STAGE_NBYTES,
+    HitRate,
+    Load,
+    Model,
+    Plan,
+    Site,
+    Work,
+    rows_of,
+)
 
 CHUNK_NBYTES = 4e6  # of what links bring
 SMALL_NBYTES = 1.5e6  # a matrix of this size reaches half of a rate
-RING_NBYTES = 1e9  # of what is read from disk ahead of its use
 READ_S = 1e-4  # before a read on demand begins
 LEAST_PART = 0.15  # of the DRAM port that cores get, however busy it is
 JITTER = 0.02  # standard deviation of each duration, as a part of it
@@ -272,12 +281,12 @@ class _Step:
         if is_late:
             return begin_s + READ_S + seconds
         self._to_read -= nbytes
-        return self.busy["disk:0"] - RING_NBYTES / rate
+        return self.busy["disk:0"] - DISK_RING_NBYTES / rate
 
     def _parts(self, load: Load, site: Site) -> _Parts:
         work = self._work
         is_decode = work.phase == "decode"
-        flops = load.flops_per_row * work.rows
+        flops = load.flops_per_row * rows_of(load, work)
         if load.kind == "attn":
             kv = load.kv_nbytes_per_token * work.context * (work.sequences if is_decode else 1)
             flops *= work.context

@@ -324,8 +324,6 @@ def _priced(load: Load, point: Point, law: Law) -> Load:
     if load.kind == "attn":
         kv_nbytes = load.kv_nbytes_per_token * law.kv_bytes
         return replace(load, kv_nbytes_per_token=kv_nbytes, flops_per_row=flops * law.attn_flops)
-    if load.kind == "lm_head" and point.phase == "prefill":
-        return replace(load, flops_per_row=0.0)  # only the last row is asked for
     factor = law.expert_flops if load.experts else law.weight_flops
     return replace(load, flops_per_row=flops * factor)
 

@@ -37,7 +37,7 @@ from shadowlane.planner.hybrid_search import MECHANISMS, search
 from shadowlane.planner.routing import Trace
 from shadowlane.planner.routing_files import read_trace
 from shadowlane.planner.scenarios import SCENARIOS, evaluate
-from shadowlane.shapes import load_hardware, shape_catalog
+from shadowlane.shapes import load_hardware, longest_context, shape_catalog
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = (
@@ -54,6 +54,12 @@ PARTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 ADAPTS_EVERY = 16  # tokens between two looks at what is hot
 FORGETS = 0.5 ** (1 / 64)
 LEAST = 0.01  # that is worth a figure
+
+
+def model_named(name: str) -> Model:
+    """With as long a context as scenarios ask for, if the model allows it."""
+    asked = max(stretch.context for scenario in SCENARIOS for stretch in scenario.stretches)
+    return model_of(shape_catalog(name, min(asked, longest_context(name))), name)
 
 
 def hot_half(trace: Trace, part: float) -> float:
@@ -256,7 +262,7 @@ def following_table(trace: Trace, names: Iterable[str], paths: Sequence[Path]) -
     moved = curve([(part, experts) for part, _, experts in points])
     cells = []
     for name in names:
-        model = model_of(shape_catalog(name), name)
+        model = model_named(name)
         routed = [index for index, load in enumerate(model.loads) if load.experts]
         if hit_rate_of(model, kept) is not kept or not routed:
             continue
@@ -305,7 +311,7 @@ def main() -> None:
     began = time.monotonic()
     total = len(asked.models) * len(asked.machines)
     for name in asked.models if asked.read is None else ():
-        model = model_of(shape_catalog(name), name)
+        model = model_named(name)
         for path in asked.machines:
             machine = otherwise(load_hardware(path), asked.crossing_us, asked.cores_read)
             rows.append(pair(model, path.stem, machine, recorded))

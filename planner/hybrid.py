@@ -20,6 +20,9 @@ from shadowlane.planner.profile import Phase
 
 ACTIVATION_NBYTES = 2  # of an element that crosses the link
 STAGE_NBYTES = 256e6  # room on a card for what is brought there, in pieces of a few MiB
+DISK_RING_NBYTES = 256e6  # room in RAM for what is read ahead, where anything is only on disk
+
+NOTHING = 1e-9  # a part that is none but for rounding
 
 HitRate = Callable[[float], float]  # part of a layer's experts, the hottest -> part of the choices
 
@@ -108,6 +111,12 @@ class Work:
 DECODE = Work()
 
 
+def rows_of(load: Load, work: Work) -> int:
+    """Rows that a load computes: of a prompt the head is asked for the last one only."""
+    is_last_only = load.kind == "lm_head" and work.phase == "prefill"
+    return work.sequences if is_last_only else work.rows
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where one load lives and who computes it. Parts of the whole: rows, KV heads or experts."""
@@ -129,20 +138,23 @@ class Demand:
     """Bytes that a plan takes up."""
 
     vram: tuple[float, ...]  # per card, with the stage for what is brought
-    ram: float
+    ram: float  # with the ring for what is only on disk
 
 
 def demand(model: Model, plan: Plan, work: Work, cards: int) -> Demand:
     vram = [0.0] * cards
     brings = [False] * cards
     ram = model.fixed_ram_nbytes
+    reads = False
     for load, site in zip(model.loads, plan.sites, strict=True):
         kv = kv_nbytes(load, work)
         ram += load.whole_nbytes * site.ram + kv * (1.0 - site.vram)
+        reads |= load.nbytes > 0.0 and site.vram + site.ram < 1.0 - NOTHING
         for card, part in enumerate(site.over[:cards]):
             vram[card] += (load.whole_nbytes + kv) * site.vram * part
             brings[card] |= site.brought * part > 0.0
     stages = (STAGE_NBYTES if each else 0.0 for each in brings)
+    ram += DISK_RING_NBYTES if reads else 0.0
     return Demand(tuple(have + stage for have, stage in zip(vram, stages, strict=True)), ram)
 
 

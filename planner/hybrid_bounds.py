@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shadowlane.planner.hit_rate import expected_distinct
-from shadowlane.planner.hybrid import kv_nbytes, ram_room, vram_room
+from shadowlane.planner.hybrid import kv_nbytes, ram_room, rows_of, vram_room
 from shadowlane.planner.hybrid_layouts import Question
 
 KV_PARTS = 20  # how finely the part of keys and values on the cards is tried
@@ -31,8 +31,7 @@ class _Totals:
     off_cards: float
     on_disk: float
     flops: float
-    # Cheapest first: (operations per byte, bytes). What cores can compute they may choose.
-    density: tuple[tuple[float, float], ...]
+    least_flops_per_byte: float  # of any load: the processor may choose what suits it
 
 
 def hybrid_bounds(question: Question) -> HybridBounds:
@@ -62,7 +61,7 @@ def _fill(question: Question, kv_part: float) -> _Totals:
     room -= dense_part * dense
     experts = [load for load in model.loads if load.experts]
     whole = sum(load.whole_nbytes for load in experts)
-    held = min(1.0, room / whole) if whole else 0.0
+    held = min(1.0, max(0.0, room) / whole) if whole else 0.0
     in_ram = ram_room(machine, question.state) - model.fixed_ram_nbytes
     in_ram -= (1.0 - kv_part) * kv_room + (1.0 - dense_part) * dense
     dense_on_disk = max(0.0, -in_ram)
@@ -73,26 +72,22 @@ def _fill(question: Question, kv_part: float) -> _Totals:
     hits, in_memory = (
         (question.hit_rate(held), question.hit_rate(kept)) if is_decode else (held, kept)
     )
-    touched: list[tuple[float, float]] = []  # operations and bytes of each load
+    flops, least = 0.0, float("inf")
     for load in model.loads:
-        flops = load.flops_per_row * work.rows
+        its = load.flops_per_row * rows_of(load, work)
         nbytes = load.nbytes
         if load.kind == "attn":
-            flops *= work.context
+            its *= work.context
             nbytes = load.kv_nbytes_per_token * work.context * sequences
         elif load.experts:
             nbytes *= expected_distinct(load.experts, load.top_k, work.rows)
-        touched.append((flops, nbytes))
-    density = sorted((flops / nbytes, nbytes) for flops, nbytes in touched if nbytes)
+        flops += its
+        if nbytes:
+            least = min(least, its / nbytes)
     on_cards = kv_part * kv + dense_part * dense + hits * chosen
     off_cards = (1 - kv_part) * kv + (1 - dense_part) * dense + (1 - hits) * chosen
-    return _Totals(
-        on_cards,
-        off_cards,
-        dense_on_disk + (1 - in_memory) * chosen,
-        sum(flops for flops, _ in touched),
-        tuple(density),
-    )
+    on_disk = dense_on_disk + (1 - in_memory) * chosen
+    return _Totals(on_cards, off_cards, on_disk, flops, least)
 
 
 def _least_s(question: Question, totals: _Totals, *, only_compute: bool = False) -> float:
@@ -113,38 +108,26 @@ def _least_s(question: Question, totals: _Totals, *, only_compute: bool = False)
 
 
 def _is_enough(question: Question, totals: _Totals, seconds: float, only_compute: bool) -> bool:
-    """Whether so many seconds could do: the processor takes what it can, links bring the rest."""
+    """Whether so many seconds could do: the processor takes what it can, links bring the rest.
+
+    What would fit a card may be in RAM all the same, if the processor has time for it.
+    """
     machine, state = question.machine, question.state
     cards = machine.cards
     card_nbytes = sum(card.vram_bytes_per_s for card in cards) * state.gpu * seconds
     card_flops = sum(card.flops for card in cards) * state.gpu * seconds
     link_nbytes = sum(card.h2d_bytes_per_s for card in cards) * state.link * seconds
     cpu_flops = machine.cpu_flops * state.cpu * seconds
-    # Cores may also take what cards have room for. Operations belong to bytes: what cores cannot
-    # compute they need not read.
     whole = totals.on_cards + totals.off_cards
-    on_cpu = min(
-        whole,
-        machine.cpu_bytes_per_s * state.cpu * seconds,
-        _computable_nbytes(totals, cpu_flops),
-    )
+    on_cpu = min(whole, machine.cpu_bytes_per_s * state.cpu * seconds)
+    if totals.least_flops_per_byte:
+        # Operations belong to bytes: what the processor cannot compute it need not read.
+        on_cpu = min(on_cpu, cpu_flops / totals.least_flops_per_byte)
     brought = max(0.0, totals.off_cards - on_cpu)
     if whole - on_cpu > card_nbytes or totals.flops > card_flops + cpu_flops:
         return False
     return only_compute or (
         brought <= link_nbytes
-        and totals.off_cards + 2 * totals.on_disk <= machine.dram_bytes_per_s * seconds
+        and totals.off_cards + totals.on_disk <= machine.dram_bytes_per_s * seconds
         and totals.on_disk <= machine.disk_bytes_per_s * state.disk * seconds
     )
-
-
-def _computable_nbytes(totals: _Totals, flops: float) -> float:
-    """Most bytes whose operations are no more than `flops`."""
-    found = 0.0
-    for per_byte, nbytes in totals.density:
-        part = min(nbytes, flops / per_byte) if per_byte else nbytes
-        found += part
-        flops -= part * per_byte
-        if part < nbytes:
-            break
-    return found

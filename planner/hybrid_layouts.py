@@ -1,8 +1,8 @@
 """Layouts over cards and RAM that people tune by hand, and what any layout is made with.
 
-What llama.cpp, accelerate and others offer as settings: whole layers on cards, with or without
-their keys and values; everything but the experts of some layers; attention alone; the rest brought
-over the link layer by layer.
+What llama.cpp, accelerate and others offer as settings: whole layers on cards, one card after the
+other or each matrix divided between all, with or without their keys and values; everything but the
+experts of some layers; attention alone; the rest brought over the link layer by layer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
 from shadowlane.planner.hybrid import (
     DECODE,
+    DISK_RING_NBYTES,
     HitRate,
     Model,
     Plan,
@@ -107,6 +108,8 @@ def settle(
         else:
             dense += off
             room -= kv_nbytes(load, work) * (1.0 - vram)
+    if room < dense + experts:
+        room -= DISK_RING_NBYTES
     if room < 0:
         return None
     dense_kept = min(1.0, room / dense) if dense else 1.0
@@ -190,10 +193,12 @@ def pack(
 # -- what people tune
 
 
-def layer_split(question: Question, layers: int, *, kv: bool = True) -> Plan | None:
+def layer_split(
+    question: Question, layers: int, *, kv: bool = True, across: bool = False
+) -> Plan | None:
     """The first `layers` layers on cards, the head as one layer more. None: they do not fit.
 
-    kv: whether keys, values and attention go with them.
+    kv: whether keys, values and attention go with them. across: all cards share every group.
     """
     loads = question.model.loads
     wanted = [
@@ -201,8 +206,8 @@ def layer_split(question: Question, layers: int, *, kv: bool = True) -> Plan | N
         for index, is_within in enumerate(_within(question.model, layers))
         if is_within and (kv or loads[index].kind != "attn")
     ]
-    name = f"layer-split {layers}" if kv else f"layer-split {layers}, KV in RAM"
-    return _whole(question, name, wanted)
+    name = f"{'row' if across else 'layer'}-split {layers}{'' if kv else ', KV in RAM'}"
+    return _whole(question, name, wanted, across=across)
 
 
 def cpu_moe(question: Question, layers: int) -> Plan | None:
@@ -225,11 +230,7 @@ def attention_gpu(question: Question) -> Plan | None:
 def layer_stream(question: Question, layers: int) -> Plan | None:
     """As `layer_split`; the others are brought over the link, group by group."""
     plan = layer_split(question, layers)
-    if plan is None:
-        return None
-    brought = [0.0 if load.kind == "attn" else 1.0 for load in question.model.loads]
-    name = f"layer-stream {layers}"
-    return _fitting(question, settle(question, name, Spread.of(plan), brought))
+    return None if plan is None else _streamed(question, plan, f"layer-stream {layers}")
 
 
 def num_layers(model: Model) -> int:
@@ -243,13 +244,21 @@ def _within(model: Model, layers: int) -> list[bool]:
     return [(total - 1 if load.layer is None else load.layer) < layers for load in model.loads]
 
 
-def _whole(question: Question, name: str, wanted: Sequence[int]) -> Plan | None:
+def _whole(
+    question: Question, name: str, wanted: Sequence[int], *, across: bool = False
+) -> Plan | None:
     """These loads on cards, all of each."""
     limit = [1.0] * len(question.model.loads)
-    spread = pack(question, wanted, limit)
+    spread = pack(question, wanted, limit, across=across)
     if any(spread.vram[index] < 1.0 for index in wanted):
         return None
     return _fitting(question, settle(question, name, spread))
+
+
+def _streamed(question: Question, plan: Plan, name: str) -> Plan | None:
+    """The same on cards; all else that has weights is brought to them."""
+    brought = [0.0 if load.kind == "attn" else 1.0 for load in question.model.loads]
+    return _fitting(question, settle(question, name, Spread.of(plan), brought))
 
 
 def _fitting(question: Question, plan: Plan | None) -> Plan | None:
@@ -257,24 +266,33 @@ def _fitting(question: Question, plan: Plan | None) -> Plan | None:
 
 
 def by_hand(question: Question) -> dict[str, Answer]:
-    """The best of each kind of layout that people tune by hand: name -> its best setting."""
+    """The best of each kind of layout that people tune by hand: name -> its best setting.
+
+    Of a prompt, what a layout leaves in RAM may be brought too, as llama.cpp does unasked.
+    """
     model, cards = question.model, len(question.machine.cards)
     settings = range(num_layers(model) + 1)
     kinds: dict[str, Iterable[Plan | None]] = {
-        "cpu": [settle(question, "cpu", Spread.nowhere(model, cards))]
+        "cpu": [_fitting(question, settle(question, "cpu", Spread.nowhere(model, cards)))]
     }
     if cards:
         kinds["layer-split"] = (layer_split(question, n) for n in settings)
         kinds["layer-split, KV in RAM"] = (layer_split(question, n, kv=False) for n in settings)
+        if cards > 1:
+            kinds["row-split"] = (layer_split(question, n, across=True) for n in settings)
         kinds["layer-stream"] = (layer_stream(question, n) for n in settings)
         kinds["attention-gpu"] = [attention_gpu(question)]
         if any(load.experts for load in model.loads):
             kinds["cpu-moe"] = (cpu_moe(question, n) for n in settings)
     found: dict[str, Answer] = {}
     for name, plans in kinds.items():
-        fitting = [plan for plan in plans if plan is not None and question.fits(plan)]
-        if fitting:
-            found[name] = best_of(question, _thinned(fitting))
+        fitting = [plan for plan in plans if plan is not None]
+        tried = _thinned(fitting)
+        if question.work.phase == "prefill" and name not in ("cpu", "layer-stream"):
+            streamed = (_streamed(question, plan, f"{plan.name}, streamed") for plan in fitting)
+            tried += _thinned([plan for plan in streamed if plan is not None])
+        if tried:
+            found[name] = best_of(question, tried)
     return found
 
 

@@ -16,9 +16,19 @@ from typing import NamedTuple
 
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
-from shadowlane.planner.hybrid import STAGE_NBYTES, HitRate, Load, Model, Plan, Site, Work
+from shadowlane.planner.hybrid import (
+    DISK_RING_NBYTES,
+    NOTHING,
+    STAGE_NBYTES,
+    HitRate,
+    Load,
+    Model,
+    Plan,
+    Site,
+    Work,
+    rows_of,
+)
 
-DISK_RING_NBYTES = 1e9
 LAST_PART = 0.25  # of a side's time that is left when the last of what was brought has come
 LEAST_DRAM_PART = 0.1  # of the port that cores get, however much goes through it beside them
 
@@ -50,6 +60,7 @@ class _Rates(NamedTuple):
     cards: tuple[Card, ...]
     gpu: float  # part of each card's rate
     h2d_bytes_per_s: tuple[float, ...]
+    d2h_bytes_per_s: tuple[float, ...]
     cpu_bytes_per_s: float
     cpu_flops: float
     cpu_launch_s: float
@@ -105,36 +116,43 @@ def play(
         cards=machine.cards,
         gpu=state.gpu,
         h2d_bytes_per_s=tuple(card.h2d_bytes_per_s * state.link for card in machine.cards),
+        d2h_bytes_per_s=tuple(card.d2h_bytes_per_s * state.link for card in machine.cards),
         cpu_bytes_per_s=machine.cpu_bytes_per_s * state.cpu,
         cpu_flops=machine.cpu_flops * state.cpu,
         cpu_launch_s=machine.cpu_launch_s,
         disk_bytes_per_s=machine.disk_bytes_per_s * state.disk,
     )
-    times, moved_nbytes = _pass(model, plan, work, rates, hit_rate)
+    times, moved_nbytes = _pass(model, plan, work, rates, hit_rate, worth_s)
     if moved_nbytes and 0.0 < times.step_s < worth_s:
         left = machine.dram_bytes_per_s - moved_nbytes / times.step_s
         left = max(left, machine.dram_bytes_per_s * LEAST_DRAM_PART)
         if left < rates.cpu_bytes_per_s:
             rates = rates._replace(cpu_bytes_per_s=left)
-            times, _ = _pass(model, plan, work, rates, hit_rate)
+            times, _ = _pass(model, plan, work, rates, hit_rate, worth_s)
     return times
 
 
 def _pass(
-    model: Model, plan: Plan, work: Work, rates: _Rates, hit_rate: HitRate
+    model: Model, plan: Plan, work: Work, rates: _Rates, hit_rate: HitRate, worth_s: float
 ) -> tuple[Times, float]:
-    """(the step, bytes that went through the DRAM port beside what the cores read)."""
+    """(the step, bytes that went through the DRAM port beside what the cores read).
+
+    It ends as soon as the step is sure to take `worth_s`: no group can be shorter than the longest
+    of its sides. What comes off the disk is written to RAM once; who computes it reads it then.
+    """
     cards = range(len(rates.cards))
     row_nbytes = model.row_nbytes * work.rows
-    cross_s = [
+    to_s = [
         card.crossing_s + row_nbytes / rate
         for card, rate in zip(rates.cards, rates.h2d_bytes_per_s, strict=True)
     ]
-    # From side to side; from card to card through RAM, with both crossings.
-    hops = [[0.0, *cross_s]]
-    hops += [
-        [cross_s[a], *(0.0 if a == b else cross_s[a] + cross_s[b] for b in cards)] for a in cards
+    from_s = [
+        card.crossing_s + row_nbytes / rate
+        for card, rate in zip(rates.cards, rates.d2h_bytes_per_s, strict=True)
     ]
+    # From side to side; from card to card through RAM, with both crossings.
+    hops = [[0.0, *to_s]]
+    hops += [[from_s[a], *(0.0 if a == b else from_s[a] + to_s[b] for b in cards)] for a in cards]
     known: dict[tuple[object, ...], _Price] = {}  # layers repeat
     prices: list[_Price] = []
     for load, site in zip(model.loads, plan.sites, strict=True):
@@ -149,14 +167,24 @@ def _pass(
         busy[f"gpu:{card}"] = sum(price.sides_s[1 + card] for price in prices)
         busy[f"h2d:{card}"] = brought[card] / rates.h2d_bytes_per_s[card]
     busy["disk:0"] = read_nbytes / rates.disk_bytes_per_s
+    moved_nbytes = sum(brought) + read_nbytes
+    left_s = [max(price.sides_s) for price in prices]
+    rest_s = sum(left_s)
+    # Steps follow each other: none is shorter than what has to come over a link for each.
+    links_s = max([busy["disk:0"], *(busy[f"h2d:{card}"] for card in cards)])
+    if max(rest_s, links_s) >= worth_s:
+        return Times(max(rest_s, links_s), busy), moved_nbytes
 
     links = [_Ring(STAGE_NBYTES, brought[card], busy[f"h2d:{card}"]) for card in cards]
     disk = _Ring(DISK_RING_NBYTES, read_nbytes, busy["disk:0"])
     is_decode = work.phase == "decode"
     ready = list(hops[0])  # when the activation is at each side
     never = float("-inf")
-    for load, price in zip(model.loads, prices, strict=True):
+    for load, price, least_s in zip(model.loads, prices, left_s, strict=True):
         begin_s = min(ready)
+        if begin_s + rest_s >= worth_s:
+            return Times(begin_s + rest_s, busy), moved_nbytes
+        rest_s -= least_s
         # A router chooses last: what it chose cannot be on its way before.
         late_s = begin_s if load.experts and is_decode else never
         read_s = never
@@ -180,9 +208,7 @@ def _pass(
                 links[card].used(nbytes, end_s)
         if price.read_nbytes:
             disk.used(price.read_nbytes, end_s)
-    # Steps follow each other: none is shorter than what has to come over a link for each.
-    step_s = max([min(ready), busy["disk:0"], *(busy[f"h2d:{card}"] for card in cards)])
-    return Times(step_s, busy), sum(brought) + 2.0 * read_nbytes
+    return Times(max(min(ready), links_s), busy), moved_nbytes
 
 
 def _after(
@@ -215,18 +241,18 @@ def _price(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: HitRate)
     is_decode = work.phase == "decode"
     if load.experts:
         return _price_experts(load, site, work, rates, hit_rate)
-    flops = load.flops_per_row * work.rows
+    flops = load.flops_per_row * rows_of(load, work)
     nbytes = load.nbytes
     if load.kind == "attn":
         flops *= work.context
         nbytes = load.kv_nbytes_per_token * work.context * (work.sequences if is_decode else 1)
     brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought
     on_cards = site.vram + brought
-    on_disk = max(0.0, 1.0 - site.vram - site.ram) if load.nbytes else 0.0
+    on_disk = 1.0 - site.vram - site.ram if load.nbytes else 0.0
     return _Price(
         _sides(nbytes, flops, on_cards, 1.0 - on_cards, site.over, rates),
         tuple(load.nbytes * brought * part for part in site.over) if rates.cards else (),
-        load.nbytes * on_disk,
+        load.nbytes * on_disk if on_disk > NOTHING else 0.0,
         0.0,
     )
 
@@ -280,7 +306,7 @@ def _sides(
     rates: _Rates,
 ) -> tuple[float, ...]:
     """Seconds of the processor and of each card for parts (or numbers) of one thing."""
-    here_s = _on_cpu(nbytes * on_cpu, flops * on_cpu, rates) if on_cpu > 1e-9 else 0.0
+    here_s = _on_cpu(nbytes * on_cpu, flops * on_cpu, rates) if on_cpu > NOTHING else 0.0
     return (
         here_s,
         *(

@@ -67,15 +67,12 @@ def search(
     best = best_of(question, (answer.plan for answer in hand.values()))
     if not question.machine.cards:
         return best
-    tried = [best]
-    plans = list(_starts(question, using))
+    starts = [best.plan, *_starts(question, using)]
     if "knapsack" in using:
-        plans.append(knapsack(question))
-    tried += [
-        Answer(plan, question.times(plan))
-        for plan in plans
-        if plan is not None and question.fits(plan)
-    ]
+        starts.append(knapsack(question))
+    # Where all but experts fit, orders make no difference: what is the same is tried once.
+    plans = {plan.sites: plan for plan in reversed(starts) if plan is not None}
+    tried = [Answer(plan, question.times(plan)) for plan in plans.values() if question.fits(plan)]
     tried.sort(key=lambda answer: answer.times.step_s)
     best = tried[0]
     if "bring" in using:
@@ -249,6 +246,7 @@ def refine(question: Question, best: Answer, tries: int, using: Collection[str])
     random = Random(0)
     loads = question.model.loads
     movable = [i for i, load in enumerate(loads) if load.kind != "attn" and not load.experts]
+    bringable = [i for i, load in enumerate(loads) if load.kind != "attn"]
     may_bring, may_split = "bring" in using, "split" in using
     if not movable:
         return best
@@ -258,11 +256,10 @@ def refine(question: Question, best: Answer, tries: int, using: Collection[str])
         one, other = random.choice(movable), random.choice(movable)
         part = random.choice((0.0, 1.0, random.random()))
         what = random.randrange(5)
-        if what == 0 and may_bring:
-            brought[one] = part
-        elif what == 1 and may_bring:
-            for index in movable:
-                if loads[index].kind == loads[one].kind:
+        if what < 2 and may_bring:
+            lead = random.choice(bringable)
+            for index in bringable if what else (lead,):
+                if loads[index].kind == loads[lead].kind:
                     brought[index] = part
         else:  # room on cards goes from one load to another, or is used where it is free
             freed = spread.vram[other] if what != 2 and one != other else 0.0

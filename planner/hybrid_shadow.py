@@ -117,7 +117,6 @@ class HybridShadow:
         self._target: Plan | None = None  # what is being moved for
         self._to_move = 0.0
         self._steps: deque[StepMeasured] = deque(maxlen=self.settings.window)
-        self._since_switch = 0
         self._since_thought = 0
         self._wait = self.settings.min_steps_between
         self._reference: StepMeasured | None = None
@@ -147,7 +146,6 @@ class HybridShadow:
 
     def _measured(self, step: StepMeasured) -> list[Command]:
         self._steps.append(step)
-        self._since_switch += 1
         self._since_thought += 1
         if self._target is not None:
             self._to_move = max(0.0, self._to_move - step.moved_nbytes)
@@ -321,7 +319,6 @@ class HybridShadow:
         self.plan = plan
         self._target, self._to_move = None, 0.0
         self._steps.clear()
-        self._since_switch = 0
         self._reference = None
         return [Switch(plan)]
 

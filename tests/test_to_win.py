@@ -77,6 +77,13 @@ def test_earlier_runs_become_tables(
     assert lines[-1] == "m on toy: too large"
 
 
+def test_contexts_are_as_long_as_scenarios_ask_and_models_allow() -> None:
+    from to_win import model_named
+
+    assert model_named("llama-3.1-8b").max_context == 16384
+    assert model_named("llama-2-7b").max_context == 4096
+
+
 def test_a_machine_can_be_taken_to_be_otherwise() -> None:
     from to_win import otherwise
 
@@ -88,3 +95,24 @@ def test_a_machine_can_be_taken_to_be_otherwise() -> None:
     assert [card.crossing_s for card in slow.cards] == pytest.approx([130e-6] * 2)
     assert slow.cpu_bytes_per_s == machine.cpu_bytes_per_s / 2
     assert slow.dram_bytes_per_s == machine.dram_bytes_per_s
+
+
+def test_more_mechanisms_never_give_a_slower_plan() -> None:
+    """Orders of filling that come to the same must not crowd out a start that is another."""
+    from to_win import curve
+
+    from shadowlane.planner.hybrid import model_of
+    from shadowlane.planner.hybrid_layouts import Question, by_hand
+    from shadowlane.planner.hybrid_search import MECHANISMS, search
+    from shadowlane.shapes import load_hardware, shape_catalog
+
+    machine = load_hardware(BENCHMARKS.parent / "examples" / "hardware" / "rtx-4090-24gb.yaml")
+    model = model_of(shape_catalog("gpt-oss-120b"), "gpt-oss-120b")
+    recorded = [(0.0, 0.0), (0.02, 0.185), (0.05, 0.3), (0.1, 0.471), (0.2, 0.665), (0.3, 0.788)]
+    hits = curve([*recorded, (0.4, 0.874), (0.5, 0.919), (0.7, 0.957), (1.0, 1.0)])
+    question = Question(model, machine, hit_rate=hits)
+    hand = by_hand(question)
+    best_s = search(question, rivals=hand).times.step_s
+    for name in MECHANISMS:
+        others = [each for each in MECHANISMS if each != name]
+        assert best_s <= search(question, rivals=hand, using=others).times.step_s, name

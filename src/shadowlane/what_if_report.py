@@ -25,7 +25,8 @@ KIND_NAMES = {"attn": "attention (KV)", "qkv": "q, k, v", "gate_up": "gate and u
 LEGEND = {  # what each kind of layout is, by the beginning of its name
     "cpu": "nothing on cards",
     "layer-split": "so many layers on cards, the head counted as one",
-    "layer-stream": "the same; the other layers are brought over the link",
+    "row-split": "the same, each divided between all cards",
+    "layer-stream": "as layer-split; the other layers are brought over the link",
     "attention-gpu": "all but MLPs and experts on cards",
     "cpu-moe": "all on cards but the experts of so many layers",
 }

@@ -11,7 +11,17 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
-from shadowlane.planner.hybrid import STAGE_NBYTES, Load, Model, Plan, Site, Work, demand, fits
+from shadowlane.planner.hybrid import (
+    DISK_RING_NBYTES,
+    STAGE_NBYTES,
+    Load,
+    Model,
+    Plan,
+    Site,
+    Work,
+    demand,
+    fits,
+)
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
 from shadowlane.planner.hybrid_layouts import (
     Answer,
@@ -64,6 +74,13 @@ def test_a_card_pays_one_crossing_in_and_none_between_neighbours() -> None:
     assert seconds(loads, (ON_CARD, ON_CARD)) == pytest.approx(crossing_s() + on_card_s)
 
 
+def test_the_way_back_goes_at_its_own_rate() -> None:
+    slow_back = replace(MACHINE, cards=(replace(CARD, d2h_bytes_per_s=1e8),))
+    loads = (dense("a", 400e6), dense("b", 400e6))
+    more_s = seconds(loads, (ON_CARD, ON_CPU), slow_back) - seconds(loads, (ON_CARD, ON_CPU))
+    assert more_s == pytest.approx(ROW_NBYTES / 1e8 - ROW_NBYTES / 20e9)
+
+
 def test_each_change_of_side_is_a_crossing() -> None:
     loads = (dense("a", 400e6), dense("b", 400e6), dense("c", 400e6))
     sides_s = 2 * (400e6 / 400e9 + 5e-6) + 400e6 / 40e9 + 2e-6
@@ -101,6 +118,17 @@ def test_what_is_on_disk_is_read_every_step() -> None:
     assert seconds(loads, tuple(Site(0.0, 0.5) for _ in loads)) == pytest.approx(
         4 * 250e6 / 5e9, rel=0.1
     )
+
+
+def test_what_the_disk_writes_to_ram_takes_the_port_once() -> None:
+    """2 GB/s of it: of a port of 45 the cores are left all that they can do, of one of 40, 38."""
+    loads = tuple(dense(str(index), 4e9, index) for index in range(4))
+    partly_read = tuple(Site(0.0, 0.95) for _ in loads)
+    port = replace(MACHINE, dram_bytes_per_s=45e9)
+    assert seconds(loads, partly_read, port) == pytest.approx(16e9 / 40e9, rel=0.01)
+    narrow = replace(MACHINE, dram_bytes_per_s=40e9)
+    # 0.8 GB in the 0.4 s of the first look
+    assert seconds(loads, partly_read, narrow) == pytest.approx(16e9 / 38e9, rel=0.01)
 
 
 def test_cores_share_the_dram_port_with_what_is_brought() -> None:
@@ -157,6 +185,16 @@ def test_demand_counts_keys_and_values_where_they_are() -> None:
     assert both.ram == pytest.approx(1e8 + 0.75 * 2e7 + 0.5e9)
 
 
+def test_what_is_read_ahead_has_room_in_ram() -> None:
+    whole = model(dense("a", 1e9))
+    assert demand(whole, Plan("", (Site(0.0, 0.6),)), Work(), 0).ram == pytest.approx(
+        1e8 + 0.6e9 + DISK_RING_NBYTES
+    )
+    small = replace(MACHINE, cards=(), ram_nbytes=4e9 + 1e8 + 0.9e9)
+    plan = search(Question(whole, small)).plan
+    assert plan.sites[0].ram == pytest.approx(0.9 - DISK_RING_NBYTES / 1e9)
+
+
 def test_taken_memory_is_not_there_to_plan_with() -> None:
     whole = model(dense("a", 6.5e9))
     plan = Plan("", (ON_CARD,))
@@ -180,6 +218,17 @@ def test_layers_go_to_the_fastest_card_first_and_then_to_the_next() -> None:
     assert [site.over for site in plan.sites] == [(0.0, 1.0)] * 3 + [(1.0, 0.0)] * 3
 
 
+def test_rows_between_cards_are_tuned_by_hand_too() -> None:
+    two = replace(MACHINE, cards=(CARD, replace(CARD, vram_bytes_per_s=200e9)))
+    loads = tuple(dense(f"{layer}.gate_up", 1e9, layer) for layer in range(4))
+    hand = by_hand(Question(model(*loads), two))
+    assert {site.over for site in hand["row-split"].plan.sites} == {(2 / 3, 1 / 3)}
+    # 4 GB at 600 GB/s; one card after the other takes longer.
+    assert hand["row-split"].times.step_s == pytest.approx(4e9 / 600e9, rel=0.1)
+    assert hand["row-split"].times.step_s < hand["layer-split"].times.step_s
+    assert "row-split" not in by_hand(Question(model(*loads), MACHINE))
+
+
 def test_cpu_moe_leaves_only_experts() -> None:
     experts = tuple(
         Load(f"{layer}.experts", "experts", layer, 1e7, 1e7, experts=16, top_k=2)
@@ -188,6 +237,69 @@ def test_cpu_moe_leaves_only_experts() -> None:
     plan = cpu_moe(Question(model(dense("0.gate_up", 1e8), *experts), MACHINE), 2)
     assert plan is not None
     assert [site.vram for site in plan.sites] == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_the_head_is_asked_for_the_last_row_of_a_prompt() -> None:
+    head = Load("lm_head", "lm_head", None, 4e8, flops_per_row=16e8)
+    whole = model(dense("a", 4e8), head)
+    step_s = play(whole, Plan("", (ON_CPU, ON_CPU)), Work("prefill", rows=512), MACHINE).step_s
+    assert step_s == pytest.approx(512 * 16e8 / 1e12 + 4e8 / 40e9, rel=1e-3)
+
+
+# -- bounds
+
+
+def test_no_plan_beats_the_bound_by_what_it_gives_the_processor() -> None:
+    """Of a prompt, experts have fewer operations per byte than the rest: they suit the cores."""
+    loads: list[Load] = []
+    for layer in range(40):
+        loads.append(Load(f"{layer}.qkv", "qkv", layer, 5e7, 2e8))
+        loads.append(Load(f"{layer}.experts", "experts", layer, 1e7, 8e7, experts=16, top_k=2))
+    card = replace(CARD, vram_nbytes=1e9 + 2e9 + STAGE_NBYTES, flops=200e12)
+    machine = replace(MACHINE, cards=(card,), cpu_flops=6e12)
+    question = Question(model(*loads), machine, Work("prefill", rows=512))
+    plan = Plan("", (ON_CARD, Site(0.0, 1.0, 0.54)) * 40)
+    assert question.fits(plan)
+    bound = hybrid_bounds(question)
+    assert bound.resource_s <= bound.path_s <= question.times(plan).step_s
+
+
+def test_a_card_need_not_hold_all_that_fits_it() -> None:
+    """One no faster than the cores: half and half is best, though all of it would fit."""
+    machine = replace(MACHINE, cards=(replace(CARD, vram_bytes_per_s=40e9),))
+    question = Question(model(dense("a", 4e9)), machine)
+    plan = Plan("", (Site(0.5, 0.5),))
+    assert hybrid_bounds(question).path_s <= question.times(plan).step_s
+
+
+def test_what_the_disk_brings_takes_the_dram_port_twice_and_no_more() -> None:
+    """Written and read: 4 GB in RAM and 4 on disk are 12 GB through a port of 12 GB/s."""
+    machine = replace(
+        MACHINE,
+        cards=(),
+        ram_nbytes=4e9 + 1e8 + 4e9,
+        dram_bytes_per_s=12e9,
+        disk_bytes_per_s=50e9,
+    )
+    question = Question(model(dense("a", 8e9)), machine)
+    assert hybrid_bounds(question).resource_s == pytest.approx(1.0)
+
+
+def test_what_layouts_by_hand_leave_in_ram_is_brought_for_prompts() -> None:
+    loads: list[Load] = []
+    for layer in range(16):
+        loads.append(Load(f"{layer}.qkv", "qkv", layer, 5e7, 2e8))
+        loads.append(Load(f"{layer}.experts", "experts", layer, 5e7, 4e8, experts=16, top_k=2))
+    prompt = Question(model(*loads), MACHINE, Work("prefill", rows=512))
+    found = by_hand(prompt)["cpu-moe"]
+    assert found.plan.name.endswith(", streamed")
+    # Experts that are not on the card come over the link: the cores would take ten times as long.
+    off = sum(
+        load.nbytes * 16 * (1 - site.vram)
+        for load, site in zip(loads, found.plan.sites, strict=True)
+    )
+    assert off / 20e9 <= found.times.step_s < 1.3 * off / 20e9
+    assert not by_hand(replace(prompt, work=Work()))["cpu-moe"].plan.name.endswith("streamed")
 
 
 # -- the search
@@ -364,6 +476,16 @@ def test_more_mechanisms_never_make_a_plan_slower() -> None:
     plain = min(answer.times.step_s for answer in hand.values())
     for name in MECHANISMS:
         assert search(question, rivals=hand, using=(name,)).times.step_s <= plain
+
+
+def test_a_step_that_is_not_worth_playing_to_its_end_is_never_taken_for_a_faster_one() -> None:
+    for seed in range(4):
+        question = instance(seed, layers=3)
+        for answer in (*by_hand(question).values(), search(question)):
+            step_s = question.times(answer.plan).step_s
+            for worth_s in (step_s * 0.3, step_s * 0.8, step_s * 0.999):
+                assert question.times(answer.plan, worth_s).step_s >= worth_s
+            assert question.times(answer.plan, step_s * 1.001).step_s == step_s
 
 
 def test_the_knapsack_is_exact_where_sizes_are_even() -> None:

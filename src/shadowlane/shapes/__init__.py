@@ -25,6 +25,11 @@ def known_shapes() -> tuple[str, ...]:
     return tuple(_shapes())
 
 
+def longest_context(name: str) -> int:
+    """Tokens that the model allows; a catalog has room for 4096 at most unless asked for more."""
+    return int(_shapes()[name]["config"]["max_position_embeddings"])
+
+
 def _shapes() -> dict[str, Any]:
     text = resources.files(__package__).joinpath("models.yaml").read_text()
     found: dict[str, Any] = yaml.safe_load(text)
