@@ -15,5 +15,5 @@ With cards, at the grain of groups, from hardware files:
 hardware   cards, links, processor, disk   hybrid          loads, sites, plans as data
 hybrid_play     a plan played through      hybrid_layouts  what people tune by hand
 hybrid_search   finding a better one       hybrid_bounds   what no plan can beat
-scenarios       what changing plans while running could win
+hybrid_shadow   a plan watched, and changed     scenarios  what changing could win
 """
