@@ -28,6 +28,7 @@ from shadowlane.planner.hybrid import (
     Work,
     rows_of,
 )
+from shadowlane.planner.hybrid_shadow import StepMeasured
 
 CHUNK_NBYTES = 4e6  # of what links bring
 SMALL_NBYTES = 1.5e6  # a matrix of this size reaches half of a rate
@@ -56,15 +57,6 @@ class Hidden:
         """Each factor between 1 - spread and 1 + spread."""
         random = Random(seed)
         return Hidden(*(1.0 + random.uniform(-spread, spread) for _ in fields(Hidden)))
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One step as an engine would measure it."""
-
-    seconds: float
-    busy_s: dict[str, float]  # lane -> at work; waiting is not
-    moved_nbytes: float  # of a background move that went over links meanwhile
 
 
 def true_machine(machine: Hardware, hidden: Hidden) -> Hardware:
@@ -112,7 +104,7 @@ class World:
         self._random = Random(seed)
         self._card_busy_s = 0.0
 
-    def step(self, plan: Plan, work: Work, moving_nbytes: float = 0.0) -> Measured:
+    def step(self, plan: Plan, work: Work, moving_nbytes: float = 0.0) -> StepMeasured:
         """One step of `plan`; the clock goes on.
 
         moving_nbytes: what is still to be moved to cards in the background, over what links have
@@ -129,7 +121,7 @@ class World:
             moved += more
         self._card_busy_s += max((run.busy[name] for name in run.cards), default=0.0)
         self.now_s += seconds
-        return Measured(seconds, run.busy, moved)
+        return StepMeasured(seconds, run.busy, moved)
 
     def jitter(self) -> float:
         return max(0.5, self._random.gauss(1.0, JITTER))

@@ -33,7 +33,6 @@ from shadowlane.planner.hybrid_shadow import (
     Explained,
     HybridShadow,
     MemoryTaken,
-    StepMeasured,
 )
 from shadowlane.shapes import load_hardware, shape_catalog
 
@@ -87,10 +86,9 @@ def run(
             steps.append(measured.seconds)
             moved += measured.moved_nbytes
             if shadow is not None:
-                commands = shadow.handle(
-                    StepMeasured(measured.seconds, measured.busy_s, measured.moved_nbytes)
-                )
-                explained = [each for each in commands if isinstance(each, Explained)]
+                explained = [
+                    each for each in shadow.handle(measured) if isinstance(each, Explained)
+                ]
                 told += explained
                 replans += len(explained)
         total += sum(steps)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
-from shadowlane.planner.hardware import CALM, Conditions, Hardware
+from shadowlane.planner.hardware import CALM, Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Plan, Work
 from shadowlane.planner.hybrid_layouts import Question, Spread, settle
 from shadowlane.planner.hybrid_play import LEAST_DRAM_PART
@@ -110,8 +110,7 @@ class HybridShadow:
         self._model, self._work, self._hit_rate = model, work, hit_rate
         self.plan = plan or search(self.question).plan
         self._previous: Plan | None = None
-        self._previous_s = 0.0  # what a step of it took, last
-        self._before: StepMeasured | None = None  # the same, lane by lane
+        self._before: StepMeasured | None = None  # what a step of it took, last
         self._gain = self.settings.gain  # what must be promised; more after each disappointment
         self._settled: StepMeasured | None = None  # of the plan that is gone back to
         self._target: Plan | None = None  # what is being moved for
@@ -189,15 +188,16 @@ class HybridShadow:
 
     def _judge(self, now: StepMeasured) -> list[Command]:
         """Whether the plan that took over is worse than the one before it."""
-        previous, before_s = self._previous, self._previous_s
+        previous, before = self._previous, self._before
         assert previous is not None
+        assert before is not None
         self._previous = None
-        if now.seconds <= before_s * (1.0 + self.settings.tolerance):
+        if now.seconds <= before.seconds * (1.0 + self.settings.tolerance):
             return []
         self._gain *= 2.0
         self._wait = min(self.settings.max_steps_between, 2 * self._wait)
-        self._settled = self._before
-        return self._go(previous, "the new plan measured slower", now.seconds, before_s)
+        self._settled = before
+        return self._go(previous, "the new plan measured slower", now.seconds, before.seconds)
 
     # -- learning
 
@@ -314,8 +314,7 @@ class HybridShadow:
 
     def _switch(self, plan: Plan) -> list[Command]:
         if self._steps:
-            self._before = self._median()
-            self._previous, self._previous_s = self.plan, self._before.seconds
+            self._previous, self._before = self.plan, self._median()
         self.plan = plan
         self._target, self._to_move = None, 0.0
         self._steps.clear()
@@ -346,19 +345,3 @@ def _sure(factor: float) -> float:
 
 def _within(rate: float, stated: float) -> float:
     return min(max(rate, stated * SLOWEST), stated * FASTEST)
-
-
-__all__ = [
-    "Command",
-    "Conditions",
-    "Event",
-    "Explained",
-    "HybridShadow",
-    "MemoryTaken",
-    "Move",
-    "ShadowSettings",
-    "StepMeasured",
-    "Switch",
-    "WorkChanged",
-    "moves",
-]

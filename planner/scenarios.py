@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
-from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, fits
+from shadowlane.planner.hybrid import HitRate, Model, Plan, Work
 from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import moves
@@ -145,7 +145,7 @@ def _change(
         best_s = question.times(best).step_s
         seconds = stretch.steps * best_s
         if plan is not None and plan != best:
-            stays = fits(question.model, plan, question.work, question.machine, question.state)
+            stays = question.fits(plan)
             old_s = question.times(plan).step_s if stays else best_s
             nbytes, move_s = moves(question, plan, best)
             meanwhile = min(float(stretch.steps), move_s / old_s)
