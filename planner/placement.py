@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
+from shadowlane.planner.profile import Phase
+
 DISK_LANE = "disk:0"
 MIN_SLOTS = 4  # two being read, two being consumed (a gate and an up block)
 PAGE_NBYTES = 4096
 
-# Tiers served today. `vram:<n>` joins them with the GPU lanes; a pin names one of these.
+# Tiers that a pin may name.
 Tier = Literal["disk", "ram"]
 
 # Copies of packed weights in the compute type, which prefill reads in place of expanding them:
@@ -23,14 +25,15 @@ Expand = Literal["never", "spare", "always"]
 
 @dataclass(frozen=True, slots=True)
 class LaneSpec:
-    """A compute lane as asked for: `cpu:<n>`. `gpu:<n>` is refused until such lanes exist."""
+    """A compute lane as asked for: `cpu:<n>` or `gpu:<n>`. Its threads, of a card those that
+    stand in for it."""
 
     name: str
     threads: int
 
     def __post_init__(self) -> None:
-        if not self.name.startswith("cpu:"):
-            raise ValueError(f"a compute lane must be named cpu:<n>; got {self.name!r}")
+        if not self.name.startswith(("cpu:", "gpu:")):
+            raise ValueError(f"a compute lane must be named cpu:<n> or gpu:<n>; got {self.name!r}")
         if self.threads < 1:
             raise ValueError(f"threads of {self.name} must be at least 1; got {self.threads}")
 
@@ -82,6 +85,50 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Stream:
+    """What one lane brings in every step, in the order of its use, through a ring of slots."""
+
+    lane: str  # that brings it: "disk:0" into RAM, "h2d:0" onto a card
+    sweep: tuple[int, ...]  # blocks
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class CardPart:
+    """What one card holds under a placement. Sizes are bytes of its memory, in whole pages."""
+
+    lane: str  # "gpu:0"
+    resident: tuple[int, ...]  # blocks that live there, by rising index
+    decode_sweep: tuple[int, ...]  # blocks that come over its link in each decode step
+    prefill_sweep: tuple[int, ...]  # ... in each step with rows of a prompt
+    num_slots: int  # of the ring that they come into; 0 where nothing comes
+    slot_nbytes: int
+    budget: int
+    weights_nbytes: int
+    slots_nbytes: int
+    kv_nbytes: int
+
+    @property
+    def link(self) -> str:
+        """The lane that brings what comes: "h2d:0"."""
+        return link_of(self.lane)
+
+    @property
+    def total_nbytes(self) -> int:
+        """Never more than `budget`."""
+        return self.weights_nbytes + self.slots_nbytes + self.kv_nbytes
+
+    def stream(self, phase: Phase) -> Stream:
+        sweep = self.decode_sweep if phase == "decode" else self.prefill_sweep
+        return Stream(self.link, sweep, self.num_slots)
+
+
+def link_of(card: str) -> str:
+    """gpu:1 -> h2d:1: the lane that copies to a card."""
+    return f"h2d:{card.removeprefix('gpu:')}"
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """One whole plan. All sizes are bytes of the arena, in whole 4 KiB pages per part."""
 
@@ -94,7 +141,9 @@ class Placement:
     slot_nbytes: int  # of one slot
     context_tokens: int  # of each sequence
     kv_pages: int  # over all sequences
-    shares: Mapping[str, tuple[Share, ...]]  # group -> shares by rising unit; covers it exactly
+    # group -> shares by rising unit, which cover it exactly; in steps with rows of a prompt, too,
+    # unless those have shares of their own
+    shares: Mapping[str, tuple[Share, ...]]
     ram: int  # the budget it was made for
     weights_nbytes: int  # resident blocks as held
     slots_nbytes: int
@@ -110,6 +159,8 @@ class Placement:
     expanded_nbytes: int = 0  # of these copies
     subchunks: int = 1  # the most of a prompt that one step carries, and reads the weights for
     beside_subchunks: int = 1  # ... where tokens of other sequences wait for the step
+    cards: tuple[CardPart, ...] = ()
+    prefill_shares: Mapping[str, tuple[Share, ...]] | None = None  # None: those of decode
 
     @property
     def total_nbytes(self) -> int:
@@ -124,10 +175,29 @@ class Placement:
             + self.expanded_nbytes
         )
 
+    def shares_of(self, phase: Phase) -> Mapping[str, tuple[Share, ...]]:
+        return (
+            self.shares
+            if phase == "decode" or self.prefill_shares is None
+            else (self.prefill_shares)
+        )
+
+    def stream_of(self, lane: str, phase: Phase) -> Stream:
+        """What comes to a compute lane in a step: over its card's link, or off the disk."""
+        for card in self.cards:
+            if card.lane == lane:
+                return card.stream(phase)
+        return Stream(DISK_LANE, self.sweep, self.num_slots)
+
+    def number_of(self, lane: str) -> int:
+        """The place of a compute lane among all: the number of its counter."""
+        return [each.name for each in self.lanes].index(lane)
+
     @property
     def active_lanes(self) -> tuple[str, ...]:
         """Lanes with a share in any group, in the order of `lanes`."""
-        named = {share.lane for shares in self.shares.values() for share in shares}
+        every = [*self.shares.values(), *(self.prefill_shares or {}).values()]
+        named = {share.lane for shares in every for share in shares}
         return tuple(lane.name for lane in self.lanes if lane.name in named)
 
 

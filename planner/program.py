@@ -2,17 +2,18 @@
 
 A program is relative. `Wait(lane, rel)` means: wait until the counter of `lane` has reached its
 base at this step's start plus `rel`; a lane's counter is the number of its retired instructions.
-The same programs serve decode and prefill.
+The same programs serve decode and prefill, unless a placement over cards has shares for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.placement import DISK_LANE, Placement, Share
+from shadowlane.planner.placement import DISK_LANE, Placement, Share, Stream
+from shadowlane.planner.profile import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,13 @@ class ComputeInstruction:
     group: str
     first_unit: int
     last_unit: int
-    waits: tuple[Wait, ...]  # peers on the previous group, then at most one for the disk lane
+    waits: tuple[Wait, ...]  # peers on the previous group, then at most one for what is brought
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The disk lane reads `block` into slot (reads since the sweep began) modulo num_slots."""
+    """A block goes to slot (reads since the sweep began) modulo num_slots: off the disk, or, on a
+    link's lane, out of RAM."""
 
     block: int  # index into Catalog.blocks
     ordinal: int  # its place in the sweep
@@ -68,84 +70,133 @@ def cut(
     sweep: Sequence[int],
     num_slots: int,
 ) -> list[Piece]:
+    """`cut_over` for lanes that all take what comes off the disk."""
+    disk = Stream(DISK_LANE, tuple(sweep), num_slots)
+    return cut_over(catalog, shares, lambda lane: disk)
+
+
+def cut_over(
+    catalog: Catalog,
+    shares: Mapping[str, tuple[Share, ...]],
+    stream_of: Callable[[str], Stream],
+) -> list[Piece]:
     """All compute instructions of a step, ordered by group, then by the last read they wait for.
 
+    stream_of: what comes to each lane. Ordinals of a piece are places in its lane's sweep.
+
     Within a lane that is execution order. No piece spans more reads than the ring has slots, and
-    none spans more than half where its blocks allow that, so that the disk lane fills one half
-    while the other is consumed. Then no lane can wait for ever: the piece that waits for the
-    earliest read is preceded only by pieces that wait for earlier ones or none.
+    none spans more than half where its blocks allow that, so that the lane that brings them fills
+    one half while the other is consumed. Then no lane can wait for ever: the piece that waits for
+    the earliest read is preceded only by pieces that wait for earlier ones or none.
 
     Raises ValueError where one unit needs more streamed blocks than there are slots.
     """
-    ordinals: dict[int, int] = {block: ordinal for ordinal, block in enumerate(sweep)}
-    half = max(1, num_slots // 2)
+    lanes = {share.lane for each in shares.values() for share in each}
+    streams = {lane: stream_of(lane) for lane in lanes}
+    places: dict[str, dict[int, int]] = {}  # bringing lane -> block -> ordinal
+    for stream in streams.values():
+        if stream.lane not in places:
+            places[stream.lane] = {block: place for place, block in enumerate(stream.sweep)}
     pieces: list[Piece] = []
     for group_index, group in enumerate(catalog.groups):
-        streamed = [index for index in group.blocks if index in ordinals] if ordinals else []
-        if not streamed:
-            for lane, first, last in shares[group.name]:
-                pieces.append(Piece(group_index, lane, first, last, 0, 0))
-            continue
-        blocks = [catalog.blocks[index] for index in streamed]
-        base = ordinals[streamed[0]]
         of_group: list[Piece] = []
+        known: dict[str, list[int]] = {}  # bringing lane -> blocks of this group that it brings
         for lane, first, last in shares[group.name]:
-            start, low = first, 0
-            while start < last:
-                while low < len(blocks) and blocks[low].last_unit <= start:
-                    low += 1
-                high = low + half
-                while high < len(blocks) and blocks[high].first_unit <= start:
-                    high += 1
-                end = min(last, blocks[high].first_unit) if high < len(blocks) else last
-                stop = min(high, len(blocks))
-                while stop > low and blocks[stop - 1].first_unit >= end:
-                    stop -= 1
-                if stop - low > num_slots:
-                    raise ValueError(
-                        f"{group.name}: units {start}..{end} need {stop - low} streamed blocks at "
-                        f"once; the ring has {num_slots} slots"
-                    )
-                needed = (base + low, base + stop) if stop > low else (0, 0)
-                of_group.append(Piece(group_index, lane, start, end, *needed))
-                start = end
-        of_group.sort(key=lambda piece: piece.end_ordinal)
-        pieces.extend(of_group)
+            ordinals = places[streams[lane].lane]
+            if streams[lane].lane not in known:
+                known[streams[lane].lane] = (
+                    [index for index in group.blocks if index in ordinals] if ordinals else []
+                )
+            streamed = known[streams[lane].lane]
+            if not streamed:
+                of_group.append(Piece(group_index, lane, first, last, 0, 0))
+                continue
+            of_group += _pieces(
+                catalog, group_index, streams[lane], ordinals, streamed, (lane, first, last)
+            )
+        if len(of_group) > 1:
+            of_group.sort(key=lambda piece: piece.end_ordinal)
+        pieces += of_group
     return pieces
 
 
-def build_programs(catalog: Catalog, placement: Placement) -> dict[str, Program]:
-    """One program per lane that exists: all compute lanes, also idle ones, and the disk lane."""
+def _pieces(
+    catalog: Catalog,
+    group_index: int,
+    stream: Stream,
+    ordinals: Mapping[int, int],
+    streamed: Sequence[int],
+    share: tuple[str, int, int],
+) -> Iterator[Piece]:
+    """One lane's share of a group of which blocks are streamed."""
+    lane, start, last = share
+    half = max(1, stream.num_slots // 2)
+    blocks = [catalog.blocks[index] for index in streamed]
+    base = ordinals[streamed[0]]
+    low = 0
+    while start < last:
+        while low < len(blocks) and blocks[low].last_unit <= start:
+            low += 1
+        high = low + half
+        while high < len(blocks) and blocks[high].first_unit <= start:
+            high += 1
+        end = min(last, blocks[high].first_unit) if high < len(blocks) else last
+        stop = min(high, len(blocks))
+        while stop > low and blocks[stop - 1].first_unit >= end:
+            stop -= 1
+        if stop - low > stream.num_slots:
+            raise ValueError(
+                f"{catalog.groups[group_index].name}: units {start}..{end} need {stop - low} "
+                f"streamed blocks at once; the ring has {stream.num_slots} slots"
+            )
+        needed = (base + low, base + stop) if stop > low else (0, 0)
+        yield Piece(group_index, lane, start, end, *needed)
+        start = end
+
+
+def build_programs(
+    catalog: Catalog, placement: Placement, phase: Phase = "decode"
+) -> dict[str, Program]:
+    """One program per lane that exists: all compute lanes, also idle ones, links, and the disk."""
+    shares = placement.shares_of(phase)
+    streams = {each.name: placement.stream_of(each.name, phase) for each in placement.lanes}
     instructions: dict[str, list[ComputeInstruction]] = {lane.name: [] for lane in placement.lanes}
-    consumers: list[dict[str, int]] = [{} for _ in placement.sweep]
-    ordinals = {block: ordinal for ordinal, block in enumerate(placement.sweep)}
+    sweeps = {DISK_LANE: placement.sweep}
+    sweeps |= {card.link: card.stream(phase).sweep for card in placement.cards}
+    consumers: dict[str, list[dict[str, int]]] = {
+        lane: [{} for _ in sweep] for lane, sweep in sweeps.items()
+    }
     previous: dict[str, int] = {}  # lane -> retired instructions when its previous group is done
     current: dict[str, int] = {}  # the same for the group being built
     group_index = 0
-    for piece in cut(catalog, placement.shares, placement.sweep, placement.num_slots):
+    for piece in cut_over(catalog, shares, streams.__getitem__):
         if piece.group_index != group_index:
             group_index, previous, current = piece.group_index, current, {}
         group = catalog.groups[group_index]
+        brings = streams[piece.lane].lane
         waits: list[Wait] = []
         if piece.lane not in current:
             waits = [Wait(lane, rel) for lane, rel in previous.items() if lane != piece.lane]
         if piece.end_ordinal > piece.first_ordinal:
-            waits.append(Wait(DISK_LANE, piece.end_ordinal))
+            waits.append(Wait(brings, piece.end_ordinal))
         program = instructions[piece.lane]
         program.append(
             ComputeInstruction(group.name, piece.first_unit, piece.last_unit, tuple(waits))
         )
         current[piece.lane] = len(program)
         for ordinal in range(piece.first_ordinal, piece.end_ordinal):
-            block = catalog.blocks[placement.sweep[ordinal]]
+            block = catalog.blocks[sweeps[brings][ordinal]]
             if block.first_unit < piece.last_unit and block.last_unit > piece.first_unit:
-                consumers[ordinal][piece.lane] = len(program)
+                consumers[brings][ordinal][piece.lane] = len(program)
     programs = {lane: Program(lane, tuple(each)) for lane, each in instructions.items()}
-    programs[DISK_LANE] = Program(
-        DISK_LANE,
-        tuple(
-            Read(block, ordinal, tuple(Wait(*each) for each in consumers[ordinal].items()))
-            for block, ordinal in ordinals.items()
-        ),
-    )
+    for lane, sweep in sweeps.items():
+        programs[lane] = Program(
+            lane,
+            tuple(
+                Read(
+                    block, ordinal, tuple(Wait(*each) for each in consumers[lane][ordinal].items())
+                )
+                for ordinal, block in enumerate(sweep)
+            ),
+        )
     return programs

@@ -7,10 +7,11 @@ which the lanes are tried cannot change whether they get through: one order prov
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.placement import DISK_LANE, Placement
+from shadowlane.planner.placement import DISK_LANE, Placement, Stream
+from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import ComputeInstruction, Program, Read, Wait
 
 COUNTER_MASK = 0xFFFFFFFF
@@ -29,19 +30,46 @@ def validate(
     catalog: Catalog,
     placement: Placement,
     programs: Mapping[str, Program],
+    phase: Phase = "decode",
     *,
     steps: int = 3,
     first_counter: int = COUNTER_MASK - 5,
 ) -> None:
     """Raises InconsistentPrograms; counters start at `first_counter`, by default near the wrap."""
-    expected = {lane.name for lane in placement.lanes} | {DISK_LANE}
+    streams = {DISK_LANE: Stream(DISK_LANE, placement.sweep, placement.num_slots)}
+    streams |= {card.link: card.stream(phase) for card in placement.cards}
+    expected = {lane.name for lane in placement.lanes} | set(streams)
     if set(programs) != expected:
         raise InconsistentPrograms(f"programs for {sorted(programs)}; lanes {sorted(expected)}")
-    _check_waits(programs)
+    _check_cards(catalog, placement)
+    _check_waits(programs, streams)
     _check_units(catalog, programs)
-    _check_dependencies(catalog, placement, programs)
-    _check_reads(catalog, placement, programs)
-    _run_counters(placement, programs, steps, first_counter)
+    _check_dependencies(catalog, placement, programs, phase)
+    for stream in streams.values():
+        _check_reads(catalog, placement, programs, stream, phase)
+    _run_counters(placement, programs, streams, steps, first_counter)
+
+
+def _check_cards(catalog: Catalog, placement: Placement) -> None:
+    """Cards hold what they may, and what is brought to them lies in RAM."""
+    for card in placement.cards:
+        if card.total_nbytes > card.budget:
+            raise InconsistentPrograms(
+                f"{card.lane} holds {card.total_nbytes} bytes; its budget is {card.budget}"
+            )
+        held = sum(catalog.blocks[index].held_nbytes for index in card.resident)
+        if held > card.weights_nbytes:
+            raise InconsistentPrograms(
+                f"{card.lane}: blocks of {held} bytes in room for {card.weights_nbytes}"
+            )
+        for index in {*card.decode_sweep, *card.prefill_sweep}:
+            if not placement.resident[index]:
+                raise InconsistentPrograms(
+                    f"{card.link} brings block {index} of {catalog.blocks[index].group}, which is "
+                    "not in RAM"
+                )
+    if placement.prefill_shares is not None and placement.sweep:
+        raise InconsistentPrograms("prompts cannot have shares of their own beside a sweep")
 
 
 def compute_instructions(program: Program) -> tuple[ComputeInstruction, ...]:
@@ -52,10 +80,10 @@ def reads(program: Program) -> tuple[Read, ...]:
     return tuple(each for each in program.instructions if isinstance(each, Read))
 
 
-def _check_waits(programs: Mapping[str, Program]) -> None:
+def _check_waits(programs: Mapping[str, Program], streams: Collection[str]) -> None:
     for name, program in programs.items():
         for position, instruction in enumerate(program.instructions):
-            if isinstance(instruction, Read) != (name == DISK_LANE):
+            if isinstance(instruction, Read) != (name in streams):
                 raise InconsistentPrograms(
                     f"{name}[{position}] is not for this lane: {instruction}"
                 )
@@ -89,10 +117,10 @@ def _check_units(catalog: Catalog, programs: Mapping[str, Program]) -> None:
 
 
 def _check_dependencies(
-    catalog: Catalog, placement: Placement, programs: Mapping[str, Program]
+    catalog: Catalog, placement: Placement, programs: Mapping[str, Program], phase: Phase
 ) -> None:
     order = {group.name: index for index, group in enumerate(catalog.groups)}
-    ordinals = {block: ordinal for ordinal, block in enumerate(placement.sweep)}
+    on_card = {card.lane: set(card.resident) for card in placement.cards}
     done_at: dict[tuple[str, str], int] = {}  # lane, group -> instructions when it is done
     for name, program in programs.items():
         for position, each in enumerate(compute_instructions(program)):
@@ -100,6 +128,8 @@ def _check_dependencies(
     for name, program in programs.items():
         waited: dict[str, int] = {}
         last_index = 0
+        stream = placement.stream_of(name, phase)
+        ordinals = {block: ordinal for ordinal, block in enumerate(stream.sweep)}
         for position, each in enumerate(compute_instructions(program)):
             for wait in each.waits:
                 waited[wait.lane] = max(wait.rel, waited.get(wait.lane, 0))
@@ -120,26 +150,45 @@ def _check_dependencies(
                 block = catalog.blocks[block_index]
                 used = block.first_unit < each.last_unit and block.last_unit > each.first_unit
                 ordinal = ordinals.get(block_index)
-                if used and ordinal is not None and waited.get(DISK_LANE, 0) <= ordinal:
+                if used and ordinal is not None and waited.get(stream.lane, 0) <= ordinal:
                     raise InconsistentPrograms(
                         f"{story} does not wait for block {block_index}, read {ordinal}"
                     )
+                if (
+                    used
+                    and ordinal is None
+                    and not (
+                        block_index in on_card[name]
+                        if name in on_card
+                        else placement.resident[block_index]
+                        or catalog.groups[index].kind == "embed"
+                    )
+                ):
+                    raise InconsistentPrograms(f"{story} reads block {block_index}, not there")
 
 
-def _check_reads(catalog: Catalog, placement: Placement, programs: Mapping[str, Program]) -> None:
-    disk = reads(programs[DISK_LANE])
-    if tuple(each.block for each in disk) != placement.sweep:
-        raise InconsistentPrograms("the disk lane does not read the sweep in its order")
-    used_until: dict[int, dict[str, int]] = {each.block: {} for each in disk}
+def _check_reads(
+    catalog: Catalog,
+    placement: Placement,
+    programs: Mapping[str, Program],
+    stream: Stream,
+    phase: Phase,
+) -> None:
+    brought = reads(programs[stream.lane])
+    if tuple(each.block for each in brought) != stream.sweep:
+        raise InconsistentPrograms(f"{stream.lane} does not bring its sweep in its order")
+    used_until: dict[int, dict[str, int]] = {each.block: {} for each in brought}
     groups = {group.name: group for group in catalog.groups}
     for name, program in programs.items():
+        if placement.stream_of(name, phase).lane != stream.lane:
+            continue
         for position, each in enumerate(compute_instructions(program)):
             for index in groups[each.group].blocks:
                 block = catalog.blocks[index]
                 used = block.first_unit < each.last_unit and block.last_unit > each.first_unit
                 if used and index in used_until:
                     used_until[index][name] = position + 1
-    for ordinal, read in enumerate(disk):
+    for ordinal, read in enumerate(brought):
         if read.ordinal != ordinal:
             raise InconsistentPrograms(f"{read} is at {ordinal} of the sweep")
         if {wait.lane: wait.rel for wait in read.consumers} != used_until[read.block]:
@@ -150,7 +199,11 @@ def _check_reads(catalog: Catalog, placement: Placement, programs: Mapping[str, 
 
 
 def _run_counters(
-    placement: Placement, programs: Mapping[str, Program], steps: int, first_counter: int
+    placement: Placement,
+    programs: Mapping[str, Program],
+    streams: Mapping[str, Stream],
+    steps: int,
+    first_counter: int,
 ) -> None:
     compute = [lane.name for lane in placement.lanes]
     counters = dict.fromkeys(programs, first_counter & COUNTER_MASK)
@@ -168,7 +221,7 @@ def _run_counters(
             return False
         instruction = programs[name].instructions[position]
         if isinstance(instruction, Read):
-            overwritten = retired[name] - placement.num_slots
+            overwritten = retired[name] - streams[name].num_slots
             if overwritten < 0:
                 return True
             old_step, old_position = divmod(overwritten, lengths[name])
@@ -195,4 +248,5 @@ def _run_counters(
             f"of step {retired[name] // lengths[name]}"
             for name in stuck
         )
-        raise InconsistentPrograms(f"deadlock with {placement.num_slots} slots: {story}")
+        slots = ", ".join(f"{each.num_slots} of {name}" for name, each in streams.items())
+        raise InconsistentPrograms(f"deadlock with slots {slots}: {story}")
