@@ -20,6 +20,7 @@ import numpy as np
 from shadowlane.actors.blueprint import PAGE, Blueprint
 from shadowlane.actors.scratch import SHARED_BUFFERS, TURN_BUFFERS, route_layout
 from shadowlane.ops import table as t
+from shadowlane.ops.emulated import LAW_NBYTES, LOADS_NBYTES
 from shadowlane.planner.placement import Placement, whole_pages
 from shadowlane.sizes import FreeRam, format_size, free_ram
 
@@ -29,11 +30,15 @@ STEP_COUNTER = t.MAX_LANES + 2  # steps filled by the engine
 READY_COUNTER = t.MAX_LANES + 3  # chosen experts that were in RAM, or have arrived
 REQUEST_COUNTER = t.MAX_LANES + 4  # requests for missing experts, and guesses
 SUMMED_COUNTER = t.MAX_LANES + 5  # the newest route whose experts are all computed
-NUM_COUNTERS = t.MAX_LANES + 6
+LINK_COUNTER = t.MAX_LANES + 6  # blocks brought to the first card; those of others follow
+NUM_COUNTERS = t.MAX_LANES + 6 + t.MAX_CARDS
 RECORD_RING = 8
 DISK_STATISTICS = 32  # int64 fields
 DISK_SPAN_RING = 1 << 15
 DISK_SPAN_FIELDS = 5  # step, block, start_ns, end_ns, bytes
+LINK_STATISTICS = 8  # int64 fields
+LINK_SPAN_RING = 1 << 13
+LINK_SPAN_FIELDS = 5  # step, block, start_ns, end_ns, bytes
 MAX_PIECES_PER_GROUP = 4
 MAX_NAME = 249  # bytes of the name of an anonymous file
 
@@ -117,8 +122,20 @@ def check_room(nbytes: int, free: FreeRam | None = None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class CardLayout:
+    """Where the memory of an emulated card lies in the arena, behind what the RAM budget bounds."""
+
+    lane: str
+    ring: int
+    num_slots: int
+    slot_nbytes: int
+    weights: int
+    weights_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Offsets of all regions. `budget_start`..`nbytes` is what the RAM budget bounds."""
+    """Offsets of all regions. `budget_start`..`budget_end` is what the RAM budget bounds."""
 
     abort: int
     spins: int  # MAX_LANES words, 64 bytes apart
@@ -151,14 +168,31 @@ class ArenaLayout:
     expert_slots: int
     num_expert_slots: int
     expanded: dict[int, int]  # block -> its copy in the compute type
+    budget_end: int
+    lanes: tuple[str, ...]  # compute lanes by their numbers
+    is_emulated: bool  # their speed is that of a machine that is not here
+    cards: tuple[CardLayout, ...]
+    laws: tuple[int, ...]  # of compute lanes, links, disk: how fast they are, where emulated
+    loads: int  # what links take from the DRAM port, where that is emulated
+    links: tuple[int, ...]  # per card: statistics and spans of its link
     nbytes: int
 
     def counter(self, number: int) -> int:
         return self.counters + number * t.COUNTER_NBYTES
 
+    def card_of(self, lane: int) -> int | None:
+        """Which card a compute lane is; None: it is a processor's."""
+        names = [card.lane for card in self.cards]
+        return names.index(self.lanes[lane]) if self.lanes[lane] in names else None
 
-def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
-    """Lay out the arena for a placement. Its budgeted part has exactly `placement.total_nbytes`."""
+
+def plan_layout(
+    blueprint: Blueprint, placement: Placement, *, is_emulated: bool = False
+) -> ArenaLayout:
+    """Lay out the arena for a placement. Its budgeted part has exactly `placement.total_nbytes`.
+
+    is_emulated: lanes take the time of another machine, and its cards' memory is here too.
+    """
     threads = [lane.threads for lane in placement.lanes]
     config = blueprint.config
     max_pages = -(-placement.context_tokens // blueprint.catalog.page_tokens)
@@ -186,6 +220,13 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
     workers = tuple(take(count * t.WORKER_NBYTES) for count in threads)
     route_numbers = take(t.ROUTE_WORDS * 8)
     disk = take((DISK_STATISTICS + DISK_SPAN_RING * DISK_SPAN_FIELDS) * 8)
+    loads = take(LOADS_NBYTES)
+    lawful = len(threads) + len(placement.cards) + 1
+    first_law = take(lawful * LAW_NBYTES)
+    laws = tuple(first_law + number * LAW_NBYTES for number in range(lawful))
+    links = tuple(
+        take((LINK_STATISTICS + LINK_SPAN_RING * LINK_SPAN_FIELDS) * 8) for _ in placement.cards
+    )
     budget_start = cursor
     constants = take(blueprint.catalog.constants_nbytes)
     offset = constants + 64
@@ -193,7 +234,10 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
     for source in blueprint.constants:
         constant_offsets[source.name] = offset
         offset += math.prod(source.shape) * 4  # a group's biases follow one another
-    kv = take(placement.kv_nbytes)
+    # NOTE: an emulated card reads keys and values where the processor does; its part of the room
+    # is its own and not of the RAM budget.
+    on_cards = sum(card.kv_nbytes for card in placement.cards)
+    kv = take(placement.kv_nbytes + on_cards)
     plan = blueprint.scratch[placement.subchunks]
     scratch = {name: take(getattr(plan, name)) for name in SHARED_BUFFERS}
     turn = take(max(plan.turn_nbytes(names) for names in TURN_BUFFERS))
@@ -208,8 +252,20 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
     expanded = {
         block: take(blueprint.catalog.blocks[block].expanded_nbytes) for block in placement.expanded
     }
-    used = cursor - budget_start
+    budget_end = cursor
+    used = budget_end - budget_start - on_cards
     assert used == placement.total_nbytes, (used, placement.total_nbytes)
+    cards = tuple(
+        CardLayout(
+            lane=card.lane,
+            ring=take(card.slots_nbytes),
+            num_slots=card.num_slots,
+            slot_nbytes=card.slot_nbytes,
+            weights=take(card.weights_nbytes),
+            weights_nbytes=card.weights_nbytes,
+        )
+        for card in placement.cards
+    )
     return ArenaLayout(
         abort=abort,
         spins=abort + 64,
@@ -242,5 +298,12 @@ def plan_layout(blueprint: Blueprint, placement: Placement) -> ArenaLayout:
         num_expert_slots=placement.expert_slots,
         expanded=expanded,
         route_nbytes=route_layout(config, step_rows)["nbytes"] if config.moe else 0,
+        budget_end=budget_end,
+        lanes=tuple(lane.name for lane in placement.lanes),
+        is_emulated=is_emulated,
+        cards=cards,
+        laws=laws,
+        loads=loads,
+        links=links,
         nbytes=cursor,
     )

@@ -29,6 +29,7 @@ from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.table import LoweredProgram
 from shadowlane.ops.walker import walk
 from shadowlane.planner.placement import Placement
+from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program
 
 LOOK_UP_NS = 200_000_000  # an idle worker looks around this often
@@ -54,8 +55,15 @@ class CpuLane:
         self._blueprint = blueprint
         self._layout = layout
         self._arena = Arena.attach(handle)
-        self._geometry = make_geometry(blueprint, layout, number, len(self._cores))
-        self._programs: dict[int, LoweredProgram] = {}
+        self._geometry = make_geometry(
+            blueprint,
+            layout,
+            number,
+            len(self._cores),
+            layout.card_of(number),
+            is_emulated=layout.is_emulated,
+        )
+        self._programs: dict[int, dict[Phase, LoweredProgram]] = {}
         self._span = span or (lambda name: nullcontext())
         self._stopping = threading.Event()
         # Steps after this one are for the workers, however late their threads come up.
@@ -65,14 +73,28 @@ class CpuLane:
     def adopt(
         self,
         placement: Placement,
-        program: Program,
+        programs: Mapping[Phase, Program],
         homes: Mapping[int, int],
         copies: Collection[int] = (),
     ) -> int:
-        """Lower a program and keep it ready. Returns the placement's id, as acknowledgement."""
-        lowered = lower(
-            self._blueprint, self._layout, placement, program, homes, len(self._cores), copies
-        )
+        """Lower programs and keep them ready. Returns the placement's id, as acknowledgement.
+
+        programs: that of decode, and that of steps with rows of a prompt if it is another.
+        """
+        lowered: dict[Phase, LoweredProgram] = {
+            phase: lower(
+                self._blueprint,
+                self._layout,
+                placement,
+                program,
+                homes,
+                len(self._cores),
+                copies,
+                phase,
+            )
+            for phase, program in programs.items()
+        }
+        lowered.setdefault("prefill", lowered["decode"])
         self._programs = {**self._programs, placement.placement_id: lowered}
         return placement.placement_id
 
@@ -88,7 +110,7 @@ class CpuLane:
         By the function that expands panels in a prefill step: the same bytes, and so the same bits
         of every product.
         """
-        table = self._programs[placement_id].blocks
+        table = self._programs[placement_id]["prefill"].blocks
         panels = [
             (block, first)
             for block in blocks
@@ -151,7 +173,7 @@ class CpuLane:
             self._work(worker)
         except Exception as error:  # the lane's only report: engine and peers must be told
             if self.error is None:
-                self.error = f"cpu:{self.number}: {type(error).__name__}: {error}"
+                self.error = f"{self._layout.lanes[self.number]}: {type(error).__name__}: {error}"
             self._arena.view(self._layout.abort, np.int32, 1)[0] = 1
 
     def _work(self, worker: int) -> None:
@@ -175,14 +197,15 @@ class CpuLane:
             step = counter_value(steps)
             record = layout.records + (step % RECORD_RING) * layout.record_nbytes
             header = self._arena.view(record, np.int64, t.RECORD_HEADER_FIELDS)
-            program = self._programs.get(int(header[t.PLACEMENT]))
-            if program is None:
+            programs = self._programs.get(int(header[t.PLACEMENT]))
+            if programs is None:
                 if counter_value(steps) != step:
                     continue  # so late that even the placement is gone
                 raise RuntimeError(f"no program for placement {int(header[t.PLACEMENT])}")
+            is_decode = header[t.PHASE] == t.DECODE
+            program = programs["decode" if is_decode else "prefill"]
             if not len(program.instructions):
                 continue
-            is_decode = header[t.PHASE] == t.DECODE
             if worker == 0:
                 with self._span(f"step {step} {'decode' if is_decode else 'prefill'}"):
                     status = self._step(program, seat, record, step, is_decode)
@@ -247,7 +270,12 @@ class DelayReader:
 
 
 def pin_thread(core: int) -> None:
-    """Pin the calling thread to a core; a core that was taken from us is no reason to fail."""
+    """Pin the calling thread to a core; a core that was taken from us is no reason to fail.
+
+    core: less than 0 for a thread that stands in for a card: it may run anywhere.
+    """
+    if core < 0:
+        return
     try:
         os.sched_setaffinity(0, {core})
     except OSError:

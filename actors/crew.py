@@ -7,7 +7,7 @@ going again when one has failed. Decides nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from shadowlane.ops.errors import ModelError
 from shadowlane.ops.files import ModelFiles
 from shadowlane.planner.heat import Heat
 from shadowlane.planner.placement import DISK_LANE, LaneSpec, Placement
+from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program, build_programs
 
 Progress = Callable[[str, float | None], None]
@@ -48,8 +49,27 @@ class Published:
     """A placement that the lanes know, and its programs."""
 
     placement: Placement
-    programs: dict[str, Program]
-    lengths: tuple[int, ...]  # instructions of each compute lane in one step
+    programs: dict[Phase, dict[str, Program]]  # one for both phases where they are alike
+    lengths: dict[Phase, tuple[int, ...]]  # instructions of each compute lane in one step
+
+
+@dataclass(slots=True)
+class Taken:
+    """Room taken for blocks that are on their way."""
+
+    homes: Homes
+    offsets: dict[int, int]
+
+
+@dataclass(slots=True)
+class Moves:
+    """What is on its way for a placement, in the background."""
+
+    placement: Placement
+    taken: list[Taken] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
+    later: list[tuple[Remote, dict[int, int]]] = field(default_factory=list)  # per card
+    why: str | None = None  # it cannot be
 
 
 class Crew:
@@ -60,8 +80,9 @@ class Crew:
     def __init__(
         self, host: Host, settings: EngineSettings, blueprint: Blueprint, files: ModelFiles
     ) -> None:
-        self.lanes = tuple(
-            LaneSpec(f"cpu:{number}", len(cores)) for number, cores in enumerate(settings.cores)
+        self.lanes = (
+            *(LaneSpec(f"cpu:{number}", len(each)) for number, each in enumerate(settings.cores)),
+            *(LaneSpec(f"gpu:{card}", 1) for card in range(len(settings.cards))),
         )
         self._host = host
         self._settings = settings
@@ -71,9 +92,14 @@ class Crew:
         self.newest_id = 0  # the highest id that any placement had
         self.lane_bases = [0] * len(self.lanes)  # instructions retired before the next step
         self.disk_base = 0  # the same of blocks read
+        self._link_bases = [0] * len(settings.cards)  # the same of blocks brought to cards
+        self._brought: tuple[int, Phase] | None = None  # placement and phase of the newest step
+        self._arriving: list[Placement] = []  # what is moved for, and not yet published
         self._heat: Heat | None = None
         self.runs: dict[str, Pending] = {}
-        self.cpus: list[Remote] = []
+        self.cpus: list[Remote] = []  # compute lanes of processors
+        self.cards: list[Remote] = []  # compute lanes of cards
+        self.links: list[Remote] = []  # a transfer lane for each of them
         self.disk: Remote | None = None
 
     # -- processes
@@ -85,11 +111,26 @@ class Crew:
                 self._host.start_cpu(number, cores)
                 for number, cores in enumerate(self._settings.cores)
             ]
+            cards = range(len(self._settings.cards))
+            self.cards = [self._start_card(card) for card in cards]
+            self.links = [self._host.start_link(card) for card in cards]
             self.disk = self._start_disk()
+
+    def _start_card(self, card: int) -> Remote:
+        return self._host.start_card(len(self._settings.cores) + card, card)
 
     def _start_disk(self) -> Remote:
         settings = self._settings
         return self._host.start_disk(settings.depth, settings.direct, settings.prefetch)
+
+    @property
+    def computing(self) -> list[Remote]:
+        """All compute lanes, by their numbers."""
+        return [*self.cpus, *self.cards]
+
+    @property
+    def all_lanes(self) -> list[Remote]:
+        return [*self.computing, *self.links, *([self.disk] if self.disk is not None else [])]
 
     @property
     def disk_lane(self) -> Remote:
@@ -99,18 +140,22 @@ class Crew:
     def open(self, arena: Arena, layout: ArenaLayout) -> list[Pending]:
         """Every lane maps the arena; the compute lanes may still be at it when this returns."""
         self._arena, self._layout = arena, layout
-        self.homes = Homes(layout.weights, layout.weights_nbytes, self._blueprint.sources)
+        sources = self._blueprint.sources
+        self.homes = Homes(layout.weights, layout.weights_nbytes, sources)
+        self.card_homes = [
+            Homes(card.weights, card.weights_nbytes, sources) for card in layout.cards
+        ]
         self._copies: set[int] = set(layout.expanded)  # blocks whose expanded copy is there
         return self._open_lanes()
 
     def _open_lanes(self) -> list[Pending]:
         where = (self._blueprint, self._layout, self._arena.handle)
-        opened = [lane.call("open", *where) for lane in self.cpus]
+        opened = [lane.call("open", *where) for lane in [*self.computing, *self.links]]
         self.disk_lane.call("open", *where, self._files.stamps).result()
         return opened
 
     def run(self) -> None:
-        self.runs = {lane.name: lane.call("run") for lane in [*self.cpus, self.disk_lane]}
+        self.runs = {lane.name: lane.call("run") for lane in self.all_lanes}
 
     def look_after(self) -> None:
         """Raise LaneDied if a lane's loop has ended, or is to end."""
@@ -135,11 +180,19 @@ class Crew:
             if self.cpus[number].name in lost:
                 kill_quietly([self.cpus[number]])
                 self.cpus[number] = self._host.start_cpu(number, cores)
+        for card in range(len(self.cards)):
+            if self.cards[card].name in lost:
+                kill_quietly([self.cards[card]])
+                self.cards[card] = self._start_card(card)
+            if self.links[card].name in lost:
+                kill_quietly([self.links[card]])
+                self.links[card] = self._host.start_link(card)
         if self.disk_lane.name in lost:
             kill_quietly([self.disk_lane])
             self.disk = self._start_disk()
         set_abort(self._arena, self._layout, False)
-        settle_counters(self._arena, self._layout, step, self.lane_bases)
+        settle_counters(self._arena, self._layout, step, self.lane_bases, self._link_bases)
+        self._brought = None
         for each in self._open_lanes():
             each.result()
         if self._blueprint.experts is not None:
@@ -152,28 +205,36 @@ class Crew:
 
     def close(self) -> None:
         """Stop the lanes, those that do not answer as well."""
-        lanes = [*self.cpus, *([self.disk] if self.disk is not None else [])]
-        for lane in lanes:
+        for lane in self.all_lanes:
             lane.call("stop")
         wait_until_parked(self.runs)
-        kill_quietly(lanes)
+        kill_quietly(self.all_lanes)
 
     # -- placements
 
     def publish(self, placement: Placement) -> list[Acknowledgement]:
         """Give a placement to every lane; returns the answers to wait for."""
-        programs = build_programs(self._blueprint.catalog, placement)
-        lengths = tuple(len(programs[lane.name].instructions) for lane in self.lanes)
+        programs = self._programs(placement)
+        lengths = {
+            phase: tuple(len(of_phase[lane.name].instructions) for lane in self.lanes)
+            for phase, of_phase in programs.items()
+        }
         self._published[placement.placement_id] = Published(placement, programs, lengths)
         self.newest_id = max(self.newest_id, placement.placement_id)
         homes, copies = self.homes_of(placement), self.copies_of(placement)
+        calls: list[tuple[Remote, tuple[object, ...]]] = []
+        for lane in self.cpus:
+            calls.append((lane, (self._of_lane(programs, lane), homes, copies)))
+        for lane, part, there in zip(self.cards, placement.cards, self.card_homes, strict=True):
+            held = {block: there.offsets[block] for block in part.resident}
+            calls.append((lane, (self._of_lane(programs, lane), held)))
+        for lane in self.links:
+            calls.append((lane, (programs, homes)))
         answers = [
             Acknowledgement(
-                lane.name,
-                placement.placement_id,
-                lane.call("adopt", placement, programs[lane.name], homes, copies),
+                lane.name, placement.placement_id, lane.call("adopt", placement, *arguments)
             )
-            for lane in self.cpus
+            for lane, arguments in calls
         ]
         # the disk lane takes it up at the switch: what it reads is decided between steps
         answers.append(
@@ -181,13 +242,24 @@ class Crew:
         )
         return answers
 
+    def _programs(self, placement: Placement) -> dict[Phase, dict[str, Program]]:
+        catalog = self._blueprint.catalog
+        programs: dict[Phase, dict[str, Program]] = {"decode": build_programs(catalog, placement)}
+        if placement.prefill_shares is not None:
+            programs["prefill"] = build_programs(catalog, placement, "prefill")
+        return programs
+
+    @staticmethod
+    def _of_lane(programs: dict[Phase, dict[str, Program]], lane: Remote) -> dict[Phase, Program]:
+        return {phase: of_phase[lane.name] for phase, of_phase in programs.items()}
+
     def published(self, placement_id: int) -> Placement:
         return self._published[placement_id].placement
 
     def retire(self, placement_id: int) -> None:
         """Forget a placement that no step will use again, and what was moved for it alone."""
         self._published.pop(placement_id, None)
-        for lane in self.cpus:
+        for lane in [*self.computing, *self.links]:
             lane.call("retire", placement_id)
         kept = [each.placement for each in self._published.values()]
         self._drop_all_but(kept)
@@ -212,25 +284,41 @@ class Crew:
             self.disk_base = self.disk_lane.call("park").result()
         published = self._published[placement.placement_id]
         sweep = disk.Sweep.of(
-            published.programs[DISK_LANE],
+            published.programs["decode"][DISK_LANE],
             placement.num_slots,
             self.disk_base,
+            {lane.name: number for number, lane in enumerate(self.lanes)},
             self.lane_bases,
-            published.lengths,
+            published.lengths["decode"],
         )
         homes = self.homes_of(placement)
         self.disk_lane.call("adopt", sweep, homes, placement.placement_id).result()
 
-    def finish_step(self) -> None:
+    def begin_step(self, phase: Phase) -> list[int]:
+        """Blocks brought to each card before the next step.
+
+        What a link has copied ahead, for a step like the one before, is passed over where the next
+        one is another: it cannot be more than the ring holds.
+        """
+        kind = self.placement.placement_id, phase
+        if self._brought not in (None, kind):
+            for card, part in enumerate(self.placement.cards):
+                self._link_bases[card] += max(part.num_slots, self._layout.cards[card].num_slots)
+        self._brought = kind
+        return self._link_bases
+
+    def finish_step(self, phase: Phase) -> None:
         """Count a whole step of the current placement as retired."""
-        for number, length in enumerate(self.lengths):
+        for number, length in enumerate(self.lengths(phase)):
             self.lane_bases[number] += length
         self.disk_base += len(self.placement.sweep)
+        for card, part in enumerate(self.placement.cards):
+            self._link_bases[card] += len(part.stream(phase).sweep)
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
+    def lengths(self, phase: Phase) -> tuple[int, ...]:
         """Instructions of each compute lane in a step of the current placement."""
-        return self._published[self.placement.placement_id].lengths
+        lengths = self._published[self.placement.placement_id].lengths
+        return lengths.get(phase, lengths["decode"])
 
     # -- blocks
 
@@ -261,6 +349,10 @@ class Crew:
         homes = self.homes.take(index for index, kept in enumerate(placement.resident) if kept)
         total = sum(self._blueprint.sources[block].nbytes for block in homes)
         jobs: list[tuple[str, tuple[object, ...]]] = [("load", (homes,))]
+        for part, there in zip(placement.cards, self.card_homes, strict=True):
+            held = there.take(part.resident)
+            total += sum(self._blueprint.sources[block].nbytes for block in held)
+            jobs.append(("load", (held,)))
         if self._blueprint.experts is not None:
             policy = self._settings.expert_policy
             self.disk_lane.call("keep_experts", heat, policy).result()
@@ -310,51 +402,115 @@ class Crew:
     def _copy_nbytes(self, block: int) -> int:
         return self._blueprint.catalog.blocks[block].expanded_nbytes
 
-    def make_room_for(self, placement: Placement) -> str | None:
-        """Bring what a placement adds into RAM, beside what is there; returns why it cannot be.
+    def start_moving(self, placement: Placement) -> Moves:
+        """Begin to bring what a placement adds into RAM and onto cards, beside what is there.
 
-        The ring stays as it was laid out, so a placement that wants another is refused.
+        Steps go on meanwhile. The rings stay as they were laid out, so a placement that wants
+        another is refused.
         """
+        why = self._misfit(placement)
+        if why is not None:
+            return Moves(placement, why=why)
+        new = [block for block, kept in enumerate(placement.resident) if kept]
+        taken = self.homes.take(new)
+        moves = Moves(placement, [Taken(self.homes, taken)])
+        if not taken and not self.homes.offsets.keys() >= set(new):
+            moves.why = "no room to move blocks before old copies are dropped"
+        for part, there in zip(placement.cards, self.card_homes, strict=True):
+            held = there.take(part.resident)
+            moves.taken.append(Taken(there, held))
+            if not held and not there.offsets.keys() >= set(part.resident):
+                moves.why = f"no room on {part.lane} before old copies are dropped"
+        if moves.why is not None:
+            self._undo(moves)
+            return moves
+        self._arriving.append(placement)
+        if taken:
+            moves.pending.append(self.disk_lane.call("load", taken))
+        for link, each in zip(self.links, moves.taken[1:], strict=True):
+            if each.offsets:
+                moves.later.append((link, each.offsets))
+        return moves
+
+    def go_on_moving(self, moves: Moves) -> bool:
+        """Whether all has arrived. What goes to cards follows once it is in RAM.
+
+        Raises LaneDied; then what was on its way is moved anew by whoever asks again.
+        """
+        if moves.why is not None:
+            return True
+        try:
+            while moves.pending:
+                if not moves.pending[0].is_done():
+                    return False
+                moves.pending.pop(0).result()
+                if not moves.pending and moves.later:
+                    self._move_to_cards(moves)
+            if moves.later:
+                self._move_to_cards(moves)
+                return False
+        except LaneDied:
+            self._undo(moves)
+            raise
+        except (ModelError, ValueError, OSError) as error:
+            moves.why = str(error)
+            self._undo(moves)
+        else:
+            self._arriving.remove(moves.placement)
+        return True
+
+    def _move_to_cards(self, moves: Moves) -> None:
+        """Out of RAM where a block is there; else off the disk, and then the time of its copy."""
+        for link, offsets in moves.later:
+            at_home = {b: self.homes.offsets[b] for b in offsets if b in self.homes.offsets}
+            read = {block: at for block, at in offsets.items() if block not in at_home}
+            if read:
+                self.disk_lane.call("load", read).result()
+            moves.pending.append(
+                link.call("move", [(b, at_home.get(b, at), at) for b, at in offsets.items()])
+            )
+        moves.later = []
+
+    def _misfit(self, placement: Placement) -> str | None:
         if placement.sweep and placement.num_slots != self._layout.num_slots:
             return (
                 f"the ring has {self._layout.num_slots} slots, laid out at the start; "
                 f"{placement.num_slots} are wanted"
             )
-        new = [
-            block
-            for block, kept in enumerate(placement.resident)
-            if kept and block not in self.homes.offsets
-        ]
-        if not new:
-            return None
-        homes = self.homes.take(new)
-        if not homes:
-            return "no room to move blocks before old copies are dropped"
-        try:
-            self.disk_lane.call("load", homes).result()
-        except LaneDied:
-            self._drop(homes)  # they are read again when the lane is back
-            raise
-        except (ModelError, ValueError, OSError) as error:
-            self._drop(homes)
-            return str(error)
+        for part, there in zip(placement.cards, self._layout.cards, strict=True):
+            brings = part.decode_sweep or part.prefill_sweep
+            if brings and part.num_slots != there.num_slots:
+                return (
+                    f"the ring of {part.lane} has {there.num_slots} slots, laid out at the start; "
+                    f"{part.num_slots} are wanted"
+                )
         return None
+
+    def _undo(self, moves: Moves) -> None:
+        """Give back what was taken for a placement that will not come."""
+        for each in moves.taken:
+            for offset, nbytes in each.homes.drop(each.offsets):
+                self._arena.release(offset, nbytes)
+        moves.taken = []
+        if moves.placement in self._arriving:
+            self._arriving.remove(moves.placement)
 
     def _drop_all_but(self, placements: Sequence[Placement]) -> None:
         """Give back the homes of blocks that none of these keeps."""
+        kept = [*placements, *self._arriving]
         self._drop(
-            [
-                block
-                for block in self.homes.offsets
-                if not any(placement.resident[block] for placement in placements)
-            ]
+            self.homes,
+            [b for b in self.homes.offsets if not any(each.resident[b] for each in kept)],
         )
+        for card, there in enumerate(self.card_homes):
+            held = {block for each in kept for block in each.cards[card].resident}
+            self._drop(there, [block for block in there.offsets if block not in held])
 
     def _drop_copies(self, blocks: Iterable[int]) -> None:
         for block in list(blocks):
             self._copies.discard(block)
             self._arena.release(self._layout.expanded[block], self._copy_nbytes(block))
 
-    def _drop(self, blocks: Iterable[int]) -> None:
-        for offset, nbytes in self.homes.drop(blocks):
+    def _drop(self, homes: Homes, blocks: Iterable[int]) -> None:
+        for offset, nbytes in homes.drop(blocks):
             self._arena.release(offset, nbytes)

@@ -41,10 +41,10 @@ from shadowlane.actors.expert_reader import (
 )
 from shadowlane.actors.expert_sources import Extent
 from shadowlane.actors.file_range import FileRange
-from shadowlane.actors.lowering import lane_number
 from shadowlane.actors.predecessor import take_over
 from shadowlane.actors.scratch import gather_stride
 from shadowlane.actors.spec import READ_DEPTH
+from shadowlane.ops import emulated as law
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import (
     WAIT_ABORTED,
@@ -99,15 +99,16 @@ class Sweep:
         program: Program,
         num_slots: int,
         base: int,
+        lanes: Mapping[str, int],
         lane_bases: Sequence[int],
         lane_lengths: Sequence[int],
     ) -> Sweep:
+        """lanes: the number of each compute lane."""
         reads = [each for each in program.instructions if isinstance(each, Read)]
         return Sweep(
             blocks=tuple(read.block for read in reads),
             consumers=tuple(
-                tuple((lane_number(wait.lane), wait.rel) for wait in read.consumers)
-                for read in reads
+                tuple((lanes[wait.lane], wait.rel) for wait in read.consumers) for read in reads
             ),
             num_slots=num_slots,
             base=base,
@@ -157,6 +158,7 @@ class DiskLane:
         self._reading = 0  # threads between taking an ordinal and its arrival
         self._busy_since = 0
         self._in_flight = 0
+        self._emulated_until = 0  # when the disk that is emulated has done all that was asked
         self._paused = True
         self._stopping = False
         self._homes: Mapping[int, int] = {}
@@ -395,7 +397,10 @@ class DiskLane:
         step = (ordinal - sweep.base) // len(sweep.blocks)
         source = self._blueprint.sources[block]
         home = self._layout.ring + slot * self._layout.slot_nbytes
+        started = now_ns()
         nbytes = self._read(source, home, step, block)
+        if self._layout.is_emulated:
+            self._hold(source.held_nbytes, started)
         with self._lock:
             self._statistics[SWEEP_NBYTES] += nbytes
             self._arrived.add(ordinal)
@@ -404,6 +409,16 @@ class DiskLane:
                 self._retired += 1
             publish(self._address(DISK_COUNTER), self._retired)
         return True
+
+    def _hold(self, nbytes: int, started: int) -> None:
+        """Make a read last as long as on the disk that is emulated, which serves them in turn."""
+        at = self._layout.laws[-1]
+        fields = self._arena.view(at, np.float64, law.LAW_FIELDS)
+        seconds = nbytes / float(fields[law.BYTES_PER_S]) * float(fields[law.SLOWED])
+        with self._lock:
+            self._emulated_until = max(self._emulated_until, started) + round(seconds * 1e9)
+            until = self._emulated_until
+        law.sleep_until(until, self._arena.base + at, self._abort)
 
     def _follow_sweeps(self) -> None:
         """One span per sweep in Ray's timeline, from this, the actor method's own thread."""

@@ -25,9 +25,9 @@ from shadowlane.actors.arena import STEP_COUNTER, Arena, check_room, plan_layout
 from shadowlane.actors.batch import Batch, Step, check_prompt
 from shadowlane.actors.blueprint import Blueprint, read_blueprint
 from shadowlane.actors.crew import Crew
+from shadowlane.actors.emulator import Emulator
 from shadowlane.actors.gauges import Gauges
 from shadowlane.actors.hosts import Host, LaneDied, LaneFailed
-from shadowlane.actors.lowering import lane_number
 from shadowlane.actors.records import RecordWriter, StepPlan
 from shadowlane.actors.recovery import kill_quietly
 from shadowlane.actors.routing import RoutingTap, check_routing
@@ -45,6 +45,7 @@ from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.heat import Heat, informed
 from shadowlane.planner.hit_rate import curve_of, hit_rate, with_measured
+from shadowlane.planner.hybrid import ACTIVATION_NBYTES
 from shadowlane.planner.measured import HITS_STEPS
 from shadowlane.planner.placement import Placement, Request
 from shadowlane.planner.profile import Profile
@@ -74,7 +75,7 @@ class Engine:
         blueprint: Blueprint | None = None,
     ) -> None:
         """`blueprint`: a part of the model instead of all of it, for measurements."""
-        workers = sum(len(cores) for cores in settings.cores)
+        workers = sum(len(cores) for cores in settings.cores) + len(settings.cards)
         whole, self.files = read_blueprint(root, options, workers)
         self.blueprint = blueprint or whole
         self._trace = check_routing(self.blueprint, settings)
@@ -94,6 +95,7 @@ class Engine:
         self.batch = Batch(options, self.blueprint.few_rows)
         self.shadow = ShadowLink(host, self.blueprint.catalog, self.request, self.crew, settings)
         self.arena: Arena | None = None
+        self.emulator: Emulator | None = None
         self.notes: list[str] = list(self.blueprint.notes)
         self.load_s = 0.0
         self.error: str | None = None
@@ -143,7 +145,8 @@ class Engine:
         self.launch()
         self.catalog = informed(self.catalog, heat)
         first = self._first_placement(profile)
-        self.layout = plan_layout(self.blueprint, first)
+        emulated = self.settings.emulated
+        self.layout = plan_layout(self.blueprint, first, is_emulated=emulated is not None)
         check_room(self.layout.nbytes)
         arena = self.arena = Arena.create(self.layout.nbytes, str(self.files.root))
         experts = self.blueprint.catalog.experts
@@ -161,6 +164,9 @@ class Engine:
         tell("starting the lanes" if is_warm(layouts) else "compiling kernels, once", None)
         opened = self.crew.open(arena, self.layout)
         self._write_constants(arena)
+        if emulated is not None:
+            row_nbytes = self.blueprint.config.hidden_size * ACTIVATION_NBYTES
+            self.emulator = Emulator(arena, self.layout, emulated, row_nbytes)
         self.set_spin_us(None, self.settings.spin_us)
         self.crew.load_first(first, self.gauges.disk_statistics(), tell, heat)
         if not is_warm(layouts):
@@ -336,7 +342,7 @@ class Engine:
         self._report_step()
         self.shadow.talk(self.gauges)
         is_void = self._wait_for_lanes(step)
-        self.crew.finish_step()
+        self.crew.finish_step(step.plan.phase)
         self.steps_retired += 1
         if is_void:
             self.batch.drop(step)
@@ -375,12 +381,14 @@ class Engine:
         lengths: dict[int, int] = {}
         for row in plan.rows:
             lengths[row.slot] = max(lengths.get(row.slot, 0), row.position + 1)
+        link_bases = self.crew.begin_step(plan.phase)
         self._records.write(
             self.step,
             placement.placement_id,
             plan,
             self.crew.disk_base,
             self.crew.lane_bases,
+            link_bases,
             {slot: self._frequencies(length) for slot, length in lengths.items()},
         )
         publish(self._address(STEP_COUNTER), np.int32(self.step & 0x7FFFFFFF))
@@ -393,7 +401,7 @@ class Engine:
         assert self.arena is not None
         is_void = False
         abort = self.arena.base + self.layout.abort
-        for number, length in enumerate(self.crew.lengths):
+        for number, length in enumerate(self.crew.lengths(step.plan.phase)):
             if not length:
                 continue
             wanted = np.int32(np.uint32((self.crew.lane_bases[number] + length) & 0xFFFFFFFF))
@@ -480,7 +488,7 @@ class Engine:
     def process_ids(self) -> dict[str, int]:
         """Process of each lane and of the planner; without those that are gone."""
         found = {}
-        for remote in [*self.crew.cpus, self.crew.disk_lane, self.shadow.planner]:
+        for remote in [*self.crew.all_lanes, self.shadow.planner]:
             with suppress(LaneDied):
                 if remote is not None:
                     found[remote.name] = remote.process_id()
@@ -497,7 +505,9 @@ class Engine:
                 if name.endswith(".experts")
                 for share in shares
             )
-            multiplied[lane_number(first)] += (used.chosen + self._prompt_experts) * experts.nbytes
+            multiplied[self.placement.number_of(first)] += (
+                used.chosen + self._prompt_experts
+            ) * experts.nbytes
         use = used._replace(read_nbytes=self._experts_read)  # of prompts not
         return LaneUse(self.gauges.lane_use(multiplied), use)
 
@@ -562,7 +572,7 @@ class Engine:
                 nbytes = sum(catalog.blocks[index].nbytes for index in group.blocks)
                 for share in placement.shares[group.name]:
                     part = (share.last_unit - share.first_unit) / group.units
-                    total[lane_number(share.lane)] += nbytes * part
+                    total[placement.number_of(share.lane)] += nbytes * part
             self._nbytes_per_step = [round(each) for each in total]
         return self._nbytes_per_step
 
@@ -580,7 +590,7 @@ def _retired(
     return ev.StepRetired(
         step=step,
         placement_id=placement_id,
-        phase="decode" if plan.is_decode else "prefill",
+        phase=plan.phase,
         rows=len(plan.rows),
         context=plan.context,
         seconds=seconds,

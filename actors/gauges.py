@@ -10,10 +10,14 @@ import numpy as np
 
 from shadowlane.actors import disk_lane as disk
 from shadowlane.actors import expert_reader as readers
+from shadowlane.actors import transfer_lane as links
 from shadowlane.actors.arena import (
     DISK_SPAN_FIELDS,
     DISK_SPAN_RING,
     DISK_STATISTICS,
+    LINK_SPAN_FIELDS,
+    LINK_SPAN_RING,
+    LINK_STATISTICS,
     Arena,
     ArenaLayout,
 )
@@ -56,6 +60,10 @@ class Gauges:
             )
             for number in range(sparse_layers)
         ]
+        self._links = {
+            f"h2d:{card}": arena.view(at, np.int64, LINK_STATISTICS)
+            for card, at in enumerate(layout.links)
+        }
         self._delays: tuple[float, list[list[int]]] | None = None
 
     def disk_statistics(self) -> np.ndarray:
@@ -69,6 +77,8 @@ class Gauges:
             busy = sum(int(row[t.BUSY_NS]) for row in rows) // spec.threads
             waiting = sum(int(row[t.WAIT_NS]) + int(row[t.DISK_WAIT_NS]) for row in rows)
             result[spec.name] = (busy, waiting // spec.threads)
+        for name, fields in self._links.items():
+            result[name] = (int(fields[links.BUSY_NS]), 0)
         result[DISK_LANE] = (int(self._disk[disk.BUSY_NS]), 0)
         return result
 
@@ -83,6 +93,9 @@ class Gauges:
             int(self._disk[field])
             for field in (disk.SWEEP_NBYTES, disk.GATHER_NBYTES, disk.EXPERT_NBYTES)
         )
+        for name, fields in self._links.items():
+            moved = int(fields[links.SWEEP_NBYTES]) + int(fields[links.MOVED_NBYTES])
+            use[name] = (busy[name][0], moved)
         use[DISK_LANE] = (busy[DISK_LANE][0], read)
         return use
 
@@ -131,6 +144,12 @@ class Gauges:
         place = self._layout.disk + DISK_STATISTICS * 8
         ring = self._arena.view(place, np.int64, DISK_SPAN_RING, DISK_SPAN_FIELDS)
         return ordered(ring, int(self._disk[disk.NUM_SPANS]))
+
+    def link_spans(self, card: int) -> np.ndarray:
+        """The same of a card's link: int64 [n, LINK_SPAN_FIELDS]."""
+        place = self._layout.links[card] + LINK_STATISTICS * 8
+        ring = self._arena.view(place, np.int64, LINK_SPAN_RING, LINK_SPAN_FIELDS)
+        return ordered(ring, int(self._links[f"h2d:{card}"][links.NUM_SPANS]))
 
     def run_queue_delays(self) -> list[RunQueueDelayed]:
         """How much each lane's unluckiest thread waited for its core since the last look.

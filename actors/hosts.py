@@ -23,6 +23,9 @@ if TYPE_CHECKING:  # a process imports what its lane needs, and nothing before i
     from shadowlane.actors.blueprint import Blueprint
 
 
+STANDS_IN = (-1,)  # the cores of a lane that stands in for a card: one thread, anywhere
+
+
 class LaneDied(Exception):
     """A lane's process is gone, or its loop has ended; the text says which and why."""
 
@@ -69,6 +72,12 @@ class Host(Protocol):
 
     def start_cpu(self, number: int, cores: Sequence[int]) -> Remote: ...
 
+    def start_card(self, number: int, card: int) -> Remote:
+        """A compute lane that stands in for a card; number: its place among all compute lanes."""
+        ...
+
+    def start_link(self, card: int) -> Remote: ...
+
     def start_disk(self, depth: int, direct: bool, prefetch: bool) -> Remote: ...
 
     def start_planner(self) -> Remote: ...
@@ -110,6 +119,34 @@ class CpuLaneHost:
         from shadowlane.actors.measure import measure_groups
 
         return measure_groups(self._cores, *args, **kwargs)
+
+    def stop(self) -> None:
+        if self._lane is not None:
+            self._lane.stop()
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._lane, method)
+
+
+class TransferLaneHost:
+    """The transfer lane of a card before and after it has an arena."""
+
+    def __init__(self, card: int, span: Any = None) -> None:
+        self._card = card
+        self._span = span
+        self._lane: Any = None
+
+    def make_ready(self) -> None:
+        """Load what the lane runs, while the engine is still reading headers and planning."""
+        from shadowlane.actors import transfer_lane  # noqa: F401
+        from shadowlane.ops.warm import warm_counters
+
+        warm_counters()
+
+    def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
+        from shadowlane.actors.transfer_lane import TransferLane
+
+        self._lane = TransferLane(self._card, blueprint, layout, handle, self._span)
 
     def stop(self) -> None:
         if self._lane is not None:
@@ -235,6 +272,12 @@ class ThreadHost:
 
     def start_cpu(self, number: int, cores: Sequence[int]) -> Remote:
         return _LocalRemote(f"cpu:{number}", CpuLaneHost(number, cores), self._pool)
+
+    def start_card(self, number: int, card: int) -> Remote:
+        return _LocalRemote(f"gpu:{card}", CpuLaneHost(number, STANDS_IN), self._pool)
+
+    def start_link(self, card: int) -> Remote:
+        return _LocalRemote(f"h2d:{card}", TransferLaneHost(card), self._pool)
 
     def start_disk(self, depth: int, direct: bool, prefetch: bool) -> Remote:
         return _LocalRemote("disk:0", DiskLaneHost(depth, direct, prefetch), self._pool)

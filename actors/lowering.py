@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from shadowlane.actors.arena import (
     DISK_COUNTER,
     GATHER_COUNTER,
+    LINK_COUNTER,
     READY_COUNTER,
     REQUEST_COUNTER,
     SUMMED_COUNTER,
@@ -32,7 +33,8 @@ from shadowlane.ops.expand import expand_row_address
 from shadowlane.ops.kernels import matvec_address
 from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.table import LoweredProgram
-from shadowlane.planner.placement import DISK_LANE, Placement
+from shadowlane.planner.placement import Placement
+from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import ComputeInstruction, Program
 
 PIECES_LEFT_PER_WORKER = 2  # a decode item is this part of what is left: even half a core keeps up
@@ -50,31 +52,49 @@ KINDS = {
 }
 
 
-def lane_number(name: str) -> int:
-    """cpu:1 -> 1: the number of a compute lane's counter."""
-    return int(name.split(":")[1])
-
-
 def make_geometry(
-    blueprint: Blueprint, layout: ArenaLayout, lane: int, num_workers: int
+    blueprint: Blueprint,
+    layout: ArenaLayout,
+    lane: int,
+    num_workers: int,
+    card: int | None = None,
+    *,
+    is_emulated: bool = False,
 ) -> np.ndarray:
-    """What is the same for all programs of a lane: int64 [GEOMETRY_FIELDS], see `table.py`."""
+    """What is the same for all programs of a lane: int64 [GEOMETRY_FIELDS], see `table.py`.
+
+    lane: its number among all compute lanes; card: its number among cards, None: a processor's.
+    """
     config, plan = blueprint.config, blueprint.scratch[layout.subchunks]
     starts = [0, *accumulate(plan.worker_regions)]
     record = layout.record_offsets
+    brings = {  # what is streamed comes off the disk, or over the card's link
+        t.BRINGS_COUNTER: DISK_COUNTER,
+        t.SWEEP_BASE: t.DISK_BASE,
+        t.RING: layout.ring,
+        t.SLOT_NBYTES: layout.slot_nbytes,
+        t.NUM_SLOTS: max(1, layout.num_slots),
+    }
+    if card is not None:
+        brings = {
+            t.BRINGS_COUNTER: LINK_COUNTER + card,
+            t.SWEEP_BASE: t.LINK_BASE + card,
+            t.RING: layout.cards[card].ring,
+            t.SLOT_NBYTES: layout.cards[card].slot_nbytes,
+            t.NUM_SLOTS: max(1, layout.cards[card].num_slots),
+        }
     fields = {
+        **brings,
+        t.EMULATION: layout.laws[lane] if is_emulated else -1,
+        t.EMULATED_LOADS: layout.loads,
         t.ABORT: layout.abort,
         t.COUNTERS: layout.counters,
         t.LANE: lane,
-        t.DISK_COUNTER: DISK_COUNTER,
         t.GATHER_COUNTER: GATHER_COUNTER,
         t.TICKETS: layout.tickets[lane],
         t.SPIN_NS: layout.spins + 64 * lane,
         t.WORKERS: layout.workers[lane],
         t.NUM_WORKERS: num_workers,
-        t.RING: layout.ring,
-        t.SLOT_NBYTES: layout.slot_nbytes,
-        t.NUM_SLOTS: max(1, layout.num_slots),
         t.HIDDEN: config.hidden_size,
         t.NUM_HEADS: config.num_heads,
         t.NUM_KV_HEADS: config.num_kv_heads,
@@ -197,14 +217,17 @@ def lower(
     homes: Mapping[int, int],
     num_workers: int,
     copies: Collection[int] = (),
+    phase: Phase = "decode",
 ) -> LoweredProgram:
     """The tables of one compute lane.
 
-    homes: arena offset of each resident block's enclosing range, by block index.
+    homes: arena offset of the enclosing range of each block that is resident where this lane
+    reads, by block index.
     copies: blocks that prefill reads from their expanded copies.
     """
     config = blueprint.config
-    ordinals = {block: ordinal for ordinal, block in enumerate(placement.sweep)}
+    stream = placement.stream_of(program.lane, phase)
+    ordinals = {block: ordinal for ordinal, block in enumerate(stream.sweep)}
     blocks = np.array(
         [
             *(
@@ -232,8 +255,8 @@ def lower(
         row[t.GROUP] = number
         _fill(row, blueprint, layout, blueprint.groups[number])
         for wait in instruction.waits:
-            if wait.lane != DISK_LANE:
-                row[t.PEER_WAIT + lane_number(wait.lane)] = wait.rel
+            if wait.lane != stream.lane:
+                row[t.PEER_WAIT + placement.number_of(wait.lane)] = wait.rel
         kind = blueprint.groups[number].kind
         if kind == "embed":
             row[t.TILE_START] = blueprint.embedding_blocks[0]
@@ -257,6 +280,9 @@ def lower(
             row[t.TILE_START] = len(items)
             items.extend(_tiles(blueprint, number, instruction))
             row[t.TILE_COUNT] = len(items) - row[t.TILE_START]
+        _weigh(row, blueprint, items, program.lane, instruction)
+        before = instructions[ordinal - 1] if ordinal else None
+        row[t.IS_FIRST] = int(before is None or before[t.LAYER] != row[t.LAYER])
     _link_routers(instructions)
     return LoweredProgram(
         placement_id=placement.placement_id,
@@ -264,6 +290,44 @@ def lower(
         items=np.array(items, np.int64).reshape(len(items), t.ITEM_COLUMNS),
         blocks=blocks,
     )
+
+
+def _weigh(
+    row: np.ndarray,
+    blueprint: Blueprint,
+    items: Sequence[tuple[int, ...]],
+    lane: str,
+    instruction: ComputeInstruction,
+) -> None:
+    """What an instruction reads and computes, for lanes whose speed is emulated."""
+    group = blueprint.catalog.groups[row[t.GROUP]]
+    part = (instruction.last_unit - instruction.first_unit) / group.units
+    row[t.READS_NBYTES], row[t.READS_KV] = 0, 0
+    row[t.FLOPS] = round(group.flops_per_row * part)
+    if group.kind == "attn":
+        heads = instruction.last_unit - instruction.first_unit
+        key = LAYOUTS[blueprint.kv_layout].row_nbytes(blueprint.config.head_dim)
+        row[t.READS_KV] = 2 * heads * key
+    elif group.kind == "experts":
+        assert blueprint.experts is not None
+        assert blueprint.config.moe is not None
+        row[t.READS_NBYTES] = blueprint.experts.catalog.nbytes
+        row[t.FLOPS] //= blueprint.config.moe.top_k
+    elif group.kind != "embed":
+        first = int(row[t.ITEM_START])
+        for item in items[first : first + int(row[t.ITEM_COUNT])]:
+            for block in (item[t.BLOCK], item[t.SECOND_BLOCK]):
+                if block >= 0:
+                    row[t.READS_NBYTES] += item[t.NUM_ROWS] * blueprint.sources[block].row_nbytes
+    row[t.CROSSINGS] = max((_crossings(lane, wait.lane) for wait in instruction.waits), default=0)
+
+
+def _crossings(here: str, there: str) -> int:
+    """How often an activation crosses a link from one compute lane to another."""
+    kinds = {here.split(":")[0], there.split(":")[0]}
+    if kinds == {"cpu", "gpu"}:
+        return 1
+    return 2 if kinds == {"gpu"} else 0  # from card to card through RAM
 
 
 def _link_routers(instructions: np.ndarray) -> None:

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from shadowlane.actors.hosts import (
+    STANDS_IN,
     CpuLaneHost,
     DiskLaneHost,
     LaneDied,
@@ -24,6 +25,7 @@ from shadowlane.actors.hosts import (
     PlannerHost,
     Remote,
     Settled,
+    TransferLaneHost,
 )
 from shadowlane.actors.imports import quick_imports
 from shadowlane.actors.spec import Chunk, EngineSettings, ServiceSpec
@@ -83,6 +85,16 @@ class ReadyEarly:
 class CpuLaneActor(CpuLaneHost, ReadyEarly, CallByName):
     def __init__(self, number: int, cores: Sequence[int]) -> None:
         super().__init__(number, cores, ray_span)
+        self.start_making_ready()
+
+    def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
+        end_with(handle.pid)
+        super().open(blueprint, layout, handle)
+
+
+class TransferLaneActor(TransferLaneHost, ReadyEarly, CallByName):
+    def __init__(self, card: int) -> None:
+        super().__init__(card, ray_span)
         self.start_making_ready()
 
     def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
@@ -236,6 +248,14 @@ class RayHost:
         early = self._early.pop(("cpu", number, tuple(cores)), None)
         return RayRemote(f"cpu:{number}", early or start_actor(CpuLaneActor, number, tuple(cores)))
 
+    def start_card(self, number: int, card: int) -> Remote:
+        early = self._early.pop(("cpu", number, STANDS_IN), None)
+        return RayRemote(f"gpu:{card}", early or start_actor(CpuLaneActor, number, STANDS_IN))
+
+    def start_link(self, card: int) -> Remote:
+        early = self._early.pop(("link", card), None)
+        return RayRemote(f"h2d:{card}", early or start_actor(TransferLaneActor, card))
+
     def start_disk(self, depth: int, direct: bool, prefetch: bool) -> Remote:
         early = self._early.pop(("disk", depth, direct, prefetch), None)
         return RayRemote("disk:0", early or start_actor(DiskLaneActor, depth, direct, prefetch))
@@ -255,6 +275,10 @@ def start_lanes(settings: EngineSettings) -> dict[LaneKey, Any]:
         ("cpu", number, cores): start_actor(CpuLaneActor, number, cores)
         for number, cores in enumerate(settings.cores)
     }
+    for card in range(len(settings.cards)):
+        number = len(settings.cores) + card
+        lanes["cpu", number, STANDS_IN] = start_actor(CpuLaneActor, number, STANDS_IN)
+        lanes["link", card] = start_actor(TransferLaneActor, card)
     reading = settings.depth, settings.direct, settings.prefetch
     lanes["disk", *reading] = start_actor(DiskLaneActor, *reading)
     return lanes

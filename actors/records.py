@@ -9,6 +9,7 @@ import numpy as np
 
 from shadowlane.actors.arena import RECORD_RING, Arena, ArenaLayout
 from shadowlane.ops import table as t
+from shadowlane.planner.profile import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,10 @@ class StepPlan:
         return self.num_prefill == 0
 
     @property
+    def phase(self) -> Phase:
+        return "decode" if self.is_decode else "prefill"
+
+    @property
     def logit_rows(self) -> list[int]:
         return [index for index, row in enumerate(self.rows) if row.wants_logits]
 
@@ -67,6 +72,7 @@ class RecordWriter:
         plan: StepPlan,
         disk_base: int,
         lane_bases: Sequence[int],
+        link_bases: Sequence[int],
         frequencies: dict[int, tuple[np.ndarray, float]],
     ) -> None:
         """Fill the record of `step`; whoever publishes the step counter does so afterwards.
@@ -86,6 +92,7 @@ class RecordWriter:
         header[t.SUBCHUNK_ROWS] = plan.subchunk_rows or max(1, plan.num_prefill)
         header[t.DISK_BASE] = disk_base
         header[t.LANE_BASE : t.LANE_BASE + len(lane_bases)] = lane_bases
+        header[t.LINK_BASE : t.LINK_BASE + len(link_bases)] = link_bases
         # NOTE: the step comes first: a worker that is late must not take the rest for its own.
         record.header[t.STEP] = step
         record.header[:] = header

@@ -15,6 +15,7 @@ import numpy as np
 from shadowlane.actors.arena import (
     DISK_COUNTER,
     GATHER_COUNTER,
+    LINK_COUNTER,
     NUM_COUNTERS,
     STEP_COUNTER,
     Arena,
@@ -95,7 +96,11 @@ def wait_until_parked(runs: Mapping[str, Pending]) -> list[str]:
 
 
 def settle_counters(
-    arena: Arena, layout: ArenaLayout, step: int, lane_bases: Sequence[int]
+    arena: Arena,
+    layout: ArenaLayout,
+    step: int,
+    lane_bases: Sequence[int],
+    link_bases: Sequence[int] = (),
 ) -> None:
     """Make all counters agree with the engine's bases.
 
@@ -106,6 +111,7 @@ def settle_counters(
     out, so the beds are not ours to clear.
     """
     values = dict(enumerate(lane_bases))
+    values |= {LINK_COUNTER + card: base for card, base in enumerate(link_bases)}
     values |= {
         DISK_COUNTER: 0,
         GATHER_COUNTER: step,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from shadowlane.actors.crew import Acknowledgement, Crew
+from shadowlane.actors.crew import Acknowledgement, Crew, Moves
 from shadowlane.actors.gauges import Gauges
 from shadowlane.actors.hosts import Host, LaneDied, Pending, Remote
 from shadowlane.actors.spec import EngineSettings
@@ -51,6 +51,7 @@ class ShadowLink:
         self._events: list[ev.Event] = []
         self.thinking: Pending | None = None
         self._commands: deque[ev.Command] = deque()
+        self._moves: Moves | None = None  # for the placement that is published next
         self._waiting_for: list[Acknowledgement] = []
         self._sent_at = 0.0
         self._heard_at = 0.0  # of a command that changes something
@@ -89,6 +90,7 @@ class ShadowLink:
 
     def talk(self, gauges: Gauges) -> None:
         """Take what has come, send what has gathered. May be called while a step runs."""
+        self._go_on_moving()
         still = []
         for answer in self._waiting_for:
             if answer.pending.is_done():
@@ -132,17 +134,25 @@ class ShadowLink:
         elif isinstance(command, ev.PublishPlacement):
             placement = command.placement
             self.decisions.append(command.reason)
-            why = crew.make_room_for(placement)
-            if why is not None:
-                self.note(ev.PlacementRefused(placement.placement_id, why))
-                return
-            self._waiting_for += crew.publish(placement)
+            self._moves = crew.start_moving(placement)
+            self._go_on_moving()
         elif isinstance(command, ev.AnnouncePlacement):
             crew.switch(crew.published(command.placement_id))
             self.replans += 1
             self.note(ev.PlacementAnnounced(command.placement_id, step))
         elif isinstance(command, ev.RetirePlacement):
             crew.retire(command.placement_id)
+
+    def _go_on_moving(self) -> None:
+        """Publish a placement once all that it needs has arrived."""
+        moves = self._moves
+        if moves is None or not self._crew.go_on_moving(moves):
+            return
+        self._moves = None
+        if moves.why is not None:
+            self.note(ev.PlacementRefused(moves.placement.placement_id, moves.why))
+        else:
+            self._waiting_for += self._crew.publish(moves.placement)
 
     def lanes_restarted(self) -> None:
         """Lanes hold all published placements again, so none is waited for."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from shadowlane.ops.table import FEW_ROWS
+from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.placement import Expand
 
 PREFILL_CHUNK = 512
@@ -45,6 +46,23 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class CardSettings:
+    """One card as it is to be used."""
+
+    memory: int  # bytes that weights, what is brought, and keys and values may take
+
+
+@dataclass(frozen=True, slots=True)
+class Emulated:
+    """A machine that is not here, whose speed lanes are to have."""
+
+    hardware: Hardware
+    seed: int = 0
+    is_hidden: bool = False  # rates are off from what the file says, each by a factor of its own
+    slowed: float = 1.0  # seconds here for one emulated second
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """How a model is to be run; sizes in bytes."""
 
@@ -61,6 +79,8 @@ class EngineSettings:
     trace_routing: Path | None = None  # of a mixture: write what its routers choose to this file
     replay_routing: Path | None = None  # ... and let them choose what this file says
     expert_policy: str | None = None  # a name of POLICIES that stays; None: they compete
+    cards: tuple[CardSettings, ...] = ()
+    emulated: Emulated | None = None  # the machine whose speed lanes are to have
     spin_us: int = (
         SPIN_US  # what a wait may spin before it sleeps, until the planner says otherwise
     )

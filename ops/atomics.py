@@ -131,6 +131,7 @@ def _plain_store(name: str, element: ir.Type, value_type: Any, align: int) -> An
 read_i32 = _plain_load("read_i32", I32, types.int32, 4)
 read_i64 = _plain_load("read_i64", I64, types.int64, 8)
 read_f32 = _plain_load("read_f32", ir.FloatType(), types.float32, 4)
+read_f64 = _plain_load("read_f64", ir.DoubleType(), types.float64, 8)
 write_i32 = _plain_store("write_i32", I32, types.int32, 4)
 write_i64 = _plain_store("write_i64", I64, types.int64, 8)
 write_f32 = _plain_store("write_f32", ir.FloatType(), types.float32, 4)

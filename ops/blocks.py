@@ -38,7 +38,7 @@ def block_address(base: int, geometry: Any, block: Any, record: int) -> int:
     """Where a block's weights are: at home, or in the ring slot of this step's sweep."""
     if block[t.OFFSET] >= 0:
         return base + block[t.OFFSET]
-    ordinal = record_i64(record, t.DISK_BASE) + block[t.SWEEP_ORDINAL]
+    ordinal = record_i64(record, geometry[t.SWEEP_BASE]) + block[t.SWEEP_ORDINAL]
     slot = ordinal % geometry[t.NUM_SLOTS]
     return base + geometry[t.RING] + slot * geometry[t.SLOT_NBYTES] + block[t.SKEW]
 
@@ -48,8 +48,8 @@ def wait_block(base: int, geometry: Any, block: Any, record: int) -> int:
     """Wait until a streamed block has arrived. Returns the ns waited, -1 if aborted."""
     if block[t.SWEEP_ORDINAL] < 0:
         return 0
-    counter = counter_at(base, geometry, geometry[t.DISK_COUNTER])
-    wanted = record_i64(record, t.DISK_BASE) + block[t.SWEEP_ORDINAL] + 1
+    counter = counter_at(base, geometry, geometry[t.BRINGS_COUNTER])
+    wanted = record_i64(record, geometry[t.SWEEP_BASE]) + block[t.SWEEP_ORDINAL] + 1
     if reached(load32(counter), np.int32(wanted)):
         return 0
     started = now_ns()

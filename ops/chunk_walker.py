@@ -48,6 +48,7 @@ from shadowlane.ops.chunk_kernels import (
     store_chunk,
 )
 from shadowlane.ops.compiled import njit
+from shadowlane.ops.emulated import hold
 from shadowlane.ops.kernels import element_nbytes
 from shadowlane.ops.routes import call_disk_lane, route
 from shadowlane.ops.rows import convert_row
@@ -435,7 +436,7 @@ def walk_chunk(
         ticket = ticket_at(base, geometry, row[t.ORDINAL])
         inputs = num_logits if kind == t.LM_HEAD else num_decode
         decode_x, chunk_x = 0, 0
-        waited = 0
+        waited, late_ns = 0, 0
         worked, prepared = False, False
         while True:
             taken = claim(ticket, step, num_items)
@@ -475,7 +476,8 @@ def walk_chunk(
                 late = wait_blocks(base, geometry, row, item, blocks, record)
                 if late < 0:
                     return WAIT_ABORTED
-                waited += late
+                if late > 0:
+                    waited, late_ns = waited + late, now_ns()
                 if inputs > 0:
                     if kind == t.GATE_UP:
                         gate_up_item(
@@ -493,6 +495,7 @@ def walk_chunk(
                 misses = False
                 if kind == t.ROUTER and load64(record + 8 * t.IS_VOID) == 0:
                     misses = route(base, geometry, row, step, num_rows, 0)
+                start = hold(base, geometry, row, record, start, late_ns)
                 retire(base, geometry, row, record)
                 if misses:
                     call_disk_lane(base, geometry)

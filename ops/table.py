@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_LANES: Final = 8  # compute lanes that a table can wait for
+MAX_CARDS: Final = 4  # whose links have counters
 MAX_DECODE_ROWS: Final = 16  # rows that the compiled kernels take together, of packed weights;
 FEW_ROWS: Final = 8  # of others: from here on, torch's products are faster
 WORDS_NBYTES: Final = 4096  # what a call of torch needs; see `aten.py`
@@ -75,7 +76,13 @@ SHARED_GATE: Final = 27  # LINEAR of a shared expert: where its rows' factors be
 EXPERT_BIASES: Final = 28  # EXPERTS: three offsets, of gate, up, down: a row per expert, -1
 NEXT_ROUTER: Final = 31  # EXPERTS: instruction of the next layer's router, -1: unknown here
 SINKS: Final = 32  # ATTENTION: a logit per query head that takes part in each softmax, -1: none
-PEER_WAIT: Final = 33  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
+# of a lane whose speed is emulated; see `emulated.py`
+READS_NBYTES: Final = 33  # weights that it reads; EXPERTS: of one expert
+READS_KV: Final = 34  # ATTENTION: keys and values of one token
+FLOPS: Final = 35  # of one row; ATTENTION: of one row and token attended; EXPERTS: and expert
+CROSSINGS: Final = 36  # between processor and cards, before its input is there
+IS_FIRST: Final = 37  # 1: the lane's first instruction in its layer
+PEER_WAIT: Final = 38  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
 INSTRUCTION_COLUMNS: Final = PEER_WAIT + MAX_LANES
 
 # items[j, ...]
@@ -105,7 +112,7 @@ BLOCK_COLUMNS: Final = 11
     ABORT,
     COUNTERS,  # lane k's counter is at COUNTERS + k * COUNTER_NBYTES
     LANE,  # number of this lane
-    DISK_COUNTER,  # numbers of other counters in the same array
+    BRINGS_COUNTER,  # numbers of other counters in the same array: who brings what is streamed
     GATHER_COUNTER,
     TICKETS,  # this lane's: two words (taken, done) per instruction, TICKET_NBYTES apart
     SPIN_NS,  # offset of the word that says how long this lane's waits may spin
@@ -190,8 +197,11 @@ BLOCK_COLUMNS: Final = 11
     SCRATCH_ACTIVATED,  # compute type [sub-chunk, EXPERT_INNER]
     SWIGLU,  # offset of two float32, limit and alpha of a clamped SwiGLU; -1: silu
     WHOLE_HEAD_NORM,  # 1: q and k are normalised over all their heads together
+    SWEEP_BASE,  # field of the step record: blocks brought before this step's sweep
+    EMULATION,  # offset of this lane's law, see `emulated.py`; -1: it takes the time it takes
+    EMULATED_LOADS,  # offset of what links and disk take from the DRAM port
     GEOMETRY_FIELDS,
-) = range(88)
+) = range(91)
 
 # a step record begins with these int64
 STEP: Final = 0
@@ -205,7 +215,8 @@ DISK_BASE: Final = 7  # blocks retired by the disk lane before this step's sweep
 SUBCHUNK_ROWS: Final = 8  # prefill rows that are multiplied together; the last may be fewer
 IS_VOID: Final = 9  # set while a prefill step runs: nobody wants it any more
 LANE_BASE: Final = 10  # MAX_LANES fields: instructions retired by each lane before this step
-RECORD_HEADER_FIELDS: Final = LANE_BASE + MAX_LANES
+LINK_BASE: Final = LANE_BASE + MAX_LANES  # MAX_CARDS fields: blocks brought to each card
+RECORD_HEADER_FIELDS: Final = LINK_BASE + MAX_CARDS
 
 # a route begins with these int64
 ROUTE_SEQUENCE: Final = 0  # the number of this route, from 1; each choice of a layer is one

@@ -39,6 +39,7 @@ from shadowlane.ops.blocks import (
     wait_blocks,
 )
 from shadowlane.ops.compiled import njit
+from shadowlane.ops.emulated import hold
 from shadowlane.ops.expert_walk import add_experts, count_expert_items, expert_item
 from shadowlane.ops.kernels import (
     LAYOUT_F32,
@@ -355,7 +356,7 @@ def walk(
         ticket = ticket_at(base, geometry, row[t.ORDINAL])
         inputs = num_logits if kind == t.LM_HEAD else num_rows
         x = 0
-        waited = 0
+        waited, late_ns = 0, 0
         worked = False
         while True:
             taken = claim(ticket, step, num_items)
@@ -383,7 +384,8 @@ def walk(
                 late = wait_blocks(base, geometry, row, item, blocks, record)
                 if late < 0:
                     return 1
-                waited += late
+                if late > 0:
+                    waited, late_ns = waited + late, now_ns()
                 if kind == t.GATE_UP:
                     gate_up_item(base, geometry, row, item, blocks, record, x, inputs, scratch)
                 else:
@@ -395,6 +397,7 @@ def walk(
                 elif kind == t.EXPERTS:
                     outputs = base + geometry[t.EXPERT_OUTPUT]
                     add_experts(base, geometry, row, LAYOUT_F32, outputs, 0, num_rows, 0)
+                start = hold(base, geometry, row, record, start, late_ns)
                 retire(base, geometry, row, record)
                 if misses:
                     call_disk_lane(base, geometry)

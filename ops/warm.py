@@ -16,7 +16,7 @@ from typing import Any
 
 from numba import types
 
-from shadowlane.ops import atomics, file_reads
+from shadowlane.ops import atomics, emulated, file_reads
 from shadowlane.ops.compiled import compiled_code_directory
 
 I32, I64 = types.int32, types.int64
@@ -38,6 +38,7 @@ def counter_kernels() -> Kernels:
         (atomics.wait_counter, (I64, I64, I64, I64, I64)),
         (atomics.wait_counter, (I64, I32, I64, I64, I64)),
         (atomics.wake_all, (I64,)),
+        (emulated.sleep_until, (I64, I64, I64)),
         (file_reads.read_range, (I64, I64, I64, I64, I64, I64)),
     )
 

@@ -84,7 +84,7 @@ class Alone:
         self.lane = DiskLane(blueprint, self.layout, self.arena.handle, files.stamps, **settings)
         programs = build_programs(blueprint.catalog, self.placement)
         self.length = len(programs["cpu:0"].instructions)
-        self.sweep = Sweep.of(programs[DISK_LANE], num_slots, 0, [0], [self.length])
+        self.sweep = Sweep.of(programs[DISK_LANE], num_slots, 0, {"cpu:0": 0}, [0], [self.length])
         self.homes = Homes(self.layout.weights, self.layout.weights_nbytes, blueprint.sources)
         self.abort = self.arena.base + self.layout.abort
 

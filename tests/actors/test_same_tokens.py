@@ -338,7 +338,10 @@ def test_a_placement_that_is_withdrawn_gives_its_room_back(model: Path) -> None:
     with running(model, ram=ram, options=OPTIONS, first=few) as engine:
         crew = engine.engine.crew
         more = with_resident(blueprint, engine.engine.placement, 1, resident)
-        assert crew.make_room_for(more) is None
+        moves = crew.start_moving(more)
+        while not crew.go_on_moving(moves):
+            moves.pending[0].result(timeout=60)
+        assert moves.why is None
         for answer in crew.publish(more):
             assert answer.pending.result(timeout=60) == 1
         assert set(crew.homes.offsets) == set(kept)

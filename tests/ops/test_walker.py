@@ -49,7 +49,8 @@ class Chain:
         self.geometry = np.zeros(t.GEOMETRY_FIELDS, np.int64)
         for field, nbytes in sizes.items():
             self.geometry[field] = self._take(nbytes)
-        self.geometry[t.DISK_COUNTER], self.geometry[t.GATHER_COUNTER] = DISK, GATHER
+        self.geometry[t.BRINGS_COUNTER], self.geometry[t.GATHER_COUNTER] = DISK, GATHER
+        self.geometry[t.SWEEP_BASE], self.geometry[t.EMULATION] = t.DISK_BASE, -1
         self.geometry[t.SLOT_NBYTES] = self.weights[0].nbytes
         self.geometry[t.NUM_SLOTS] = NUM_SLOTS
         self.geometry[t.SCRATCH_INPUT] = 32 << 10
