@@ -100,7 +100,8 @@ class ScriptedPlanner:
 
     def open(self, catalog: Catalog, request: Request, profile: Profile | None) -> None:
         self._placement = self._first(catalog, request)
-        self._lanes = {*(lane.name for lane in request.lanes), "disk:0"}
+        links = (f"h2d:{n}" for n in range(sum(e.name[:3] == "gpu" for e in request.lanes)))
+        self._lanes = {*(lane.name for lane in request.lanes), *links, "disk:0"}
 
     def handle(self, events: Sequence[ev.Event]) -> list[ev.Command]:
         commands: list[ev.Command] = []

@@ -1,0 +1,143 @@
+"""Placements over emulated cards for tests: any way of sharing groups out, drawn at random."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.hardware import Card, Hardware
+from shadowlane.planner.placement import (
+    MIN_SLOTS,
+    CardPart,
+    LaneSpec,
+    Placement,
+    Share,
+)
+from shadowlane.planner.search import UNDIVIDED
+
+CARD = Card(
+    name="a card for tests",
+    vram_nbytes=1e9,
+    reserved_nbytes=0.0,
+    vram_bytes_per_s=100e9,
+    flops=10e12,
+    h2d_bytes_per_s=10e9,
+    d2h_bytes_per_s=10e9,
+    launch_s=2e-6,
+    crossing_s=5e-6,
+)
+
+
+def machine_with(cards: int) -> Hardware:
+    """Fast enough that no test waits for it."""
+    return Hardware(
+        name="a machine for tests",
+        cards=(CARD,) * cards,
+        cpu_bytes_per_s=50e9,
+        cpu_flops=1e12,
+        cpu_launch_s=1e-6,
+        dram_bytes_per_s=60e9,
+        ram_nbytes=64e9,
+        reserved_nbytes=0.0,
+        disk_bytes_per_s=5e9,
+    )
+
+
+def cut_points(catalog: Catalog, group: Group) -> list[int]:
+    """Units between which no block of a group is cut; both ends too."""
+    blocks = [catalog.blocks[index] for index in group.blocks]
+    return [
+        unit
+        for unit in range(group.units + 1)
+        if not any(block.first_unit < unit < block.last_unit for block in blocks)
+    ]
+
+
+def over_cards(
+    catalog: Catalog, whole: Placement, seed: int, cards: int = 1, num_slots: int = MIN_SLOTS
+) -> Placement:
+    """`whole`, of which all is in RAM, with every group shared out at random.
+
+    A part may live on a card, come over its link (in decode, in prefill, or in both), or stay.
+    """
+    random = Random(seed)
+    names = [f"gpu:{number}" for number in range(cards)]
+    resident: dict[str, list[int]] = {name: [] for name in names}
+    sweeps: dict[tuple[str, str], list[int]] = {
+        (name, phase): [] for name in names for phase in ("decode", "prefill")
+    }
+    kv_heads = dict.fromkeys(names, 0)
+    shares: dict[str, dict[str, tuple[Share, ...]]] = {"decode": {}, "prefill": {}}
+    leaves = set()  # RAM
+    for group in catalog.groups:
+        if group.kind == "embed" or group.kind in UNDIVIDED:
+            for phase in shares:
+                shares[phase][group.name] = (Share("cpu:0", 0, group.units),)
+            continue
+        points = cut_points(catalog, group)
+        ends = sorted(random.choices(points, k=2 * cards))
+        bounds = [0, *ends, group.units]
+        parts: dict[str, list[Share]] = {"decode": [], "prefill": []}
+        for place, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            if first == last:
+                continue
+            card = None if place == 2 * cards else names[place // 2]
+            within = [
+                index
+                for index in group.blocks
+                if first <= catalog.blocks[index].first_unit
+                and catalog.blocks[index].last_unit <= last
+            ]
+            if card is None:
+                lanes = {"decode": "cpu:0", "prefill": "cpu:0"}
+            elif place % 2 == 0 or not within:
+                lanes = {"decode": card, "prefill": card}
+                resident[card] += within
+                leaves |= {index for index in within if random.random() < 0.5}
+                if group.kind == "attn":
+                    kv_heads[card] += last - first
+            else:
+                phases = random.choice((("decode",), ("prefill",), ("decode", "prefill")))
+                lanes = {phase: card if phase in phases else "cpu:0" for phase in parts}
+                for phase in phases:
+                    sweeps[card, phase] += within
+            for phase, lane in lanes.items():
+                if parts[phase] and parts[phase][-1].lane == lane:
+                    before = parts[phase].pop()
+                    parts[phase].append(Share(lane, before.first_unit, last))
+                else:
+                    parts[phase].append(Share(lane, first, last))
+        for phase in shares:
+            shares[phase][group.name] = tuple(parts[phase])
+    room = sum(block.held_nbytes for block in catalog.blocks)  # for any other draw beside this one
+    parts_of = tuple(
+        CardPart(
+            lane=name,
+            resident=tuple(sorted(resident[name])),
+            decode_sweep=tuple(sweeps[name, "decode"]),
+            prefill_sweep=tuple(sweeps[name, "prefill"]),
+            num_slots=num_slots,
+            slot_nbytes=catalog.slot_nbytes,
+            budget=1 << 30,
+            weights_nbytes=2 * room,
+            slots_nbytes=num_slots * catalog.slot_nbytes,
+            kv_nbytes=4096 * kv_heads[name],
+        )
+        for name in names
+    )
+    kept = tuple(is_kept and index not in leaves for index, is_kept in enumerate(whole.resident))
+    return replace(
+        whole,
+        strategy=f"at random, seed {seed}",
+        lanes=(*(each for each in whole.lanes if each.name == "cpu:0"), *specs(names)),
+        resident=kept,
+        shares=shares["decode"],
+        prefill_shares=shares["prefill"],
+        cards=parts_of,
+    )
+
+
+def specs(names: Sequence[str]) -> tuple[LaneSpec, ...]:
+    return tuple(LaneSpec(name, 1) for name in names)

@@ -1,0 +1,109 @@
+"""Emulated cards: the same tokens wherever groups are computed, in the time of another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cards import machine_with, over_cards
+from inprocess import AMPLE, ONE_THREAD, running, small_blocks
+from tiny import tiny_tokens
+
+from shadowlane.actors.blueprint import Options
+from shadowlane.actors.spec import CardSettings, Emulated
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.cost import CostModel
+from shadowlane.planner.placement import LaneSpec, Placement, Request
+from shadowlane.planner.program import build_programs
+from shadowlane.planner.search import place
+from shadowlane.planner.validate import validate
+
+OPTIONS = Options(context=128, prefill_chunk=24)
+PROMPT = tiny_tokens(41)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with small_blocks(4096):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        return engine.generate(PROMPT)
+
+
+def drawn(seed: int, cards: int) -> Callable[[Catalog, Request], Placement]:
+    def first(catalog: Catalog, request: Request) -> Placement:
+        processors = replace(request, lanes=(LaneSpec("cpu:0", 1),))
+        whole = place(catalog, processors, CostModel(None))
+        placement = over_cards(catalog, whole, seed, cards)
+        for phase in ("decode", "prefill"):
+            validate(catalog, placement, build_programs(catalog, placement, phase), phase)
+        return placement
+
+    return first
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_placement_over_cards_gives_the_same_tokens(
+    model: Path, expected: list[int], seed: int, cards: int
+) -> None:
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        first=drawn(seed, cards),
+        cards=(CardSettings(1 << 30),) * cards,
+        emulated=Emulated(machine_with(cards), seed=seed),
+    ) as engine:
+        assert engine.generate(PROMPT) == expected
+        assert engine.generate(PROMPT) == expected
+        use = engine.engine.gauges.lane_use([0] * (1 + cards))
+        for card, part in enumerate(engine.engine.placement.cards):
+            assert use[part.lane][0] > 0, "the card has worked"
+            assert (use[f"h2d:{card}"][1] > 0) == bool(part.decode_sweep or part.prefill_sweep)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_changing_what_lives_where_while_tokens_are_made_changes_none(
+    model: Path, expected: list[int], seed: int
+) -> None:
+    first = drawn(10 * seed, 2)
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        first=first,
+        cards=(CardSettings(1 << 30),) * 2,
+        emulated=Emulated(machine_with(2), seed=seed),
+    ) as engine:
+        planner, running_now = engine.planner, engine.engine
+        assert planner is not None
+        whole = running_now.placement
+        catalog = running_now.blueprint.catalog
+        for turn in range(1, 5):
+            again = drawn(10 * seed + turn, 2)(catalog, running_now.request)
+            planner.script.append(
+                (3 * turn, replace(again, placement_id=turn, weights_nbytes=whole.weights_nbytes))
+            )
+        for _ in range(50):
+            assert engine.generate(PROMPT) == expected
+            if len(planner.announced) == 5:
+                break
+        assert [placement for placement, _ in planner.announced] == [0, 1, 2, 3, 4]
+        for part, there in zip(
+            running_now.placement.cards, running_now.crew.card_homes, strict=True
+        ):
+            assert set(there.offsets) == set(part.resident), "what nobody needs is dropped"
