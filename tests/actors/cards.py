@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 from shadowlane.planner.catalog import Catalog, Group
@@ -80,7 +81,7 @@ def over_cards(
         ends = sorted(random.choices(points, k=2 * cards))
         bounds = [0, *ends, group.units]
         parts: dict[str, list[Share]] = {"decode": [], "prefill": []}
-        for place, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for place, (first, last) in enumerate(pairwise(bounds)):
             if first == last:
                 continue
             card = None if place == 2 * cards else names[place // 2]
@@ -131,6 +132,7 @@ def over_cards(
     return replace(
         whole,
         strategy=f"at random, seed {seed}",
+        weights_nbytes=2 * room,
         lanes=(*(each for each in whole.lanes if each.name == "cpu:0"), *specs(names)),
         resident=kept,
         shares=shares["decode"],
