@@ -168,7 +168,9 @@ class _Step:
             for load, site in zip(world.model.loads, plan.sites, strict=True)
             if load.kind != "attn" and not load.experts
         ]
-        self._to_bring = sum(nbytes * (1.0 - site.vram) * site.brought_in(work.phase) for nbytes, site in dense)
+        self._to_bring = sum(
+            nbytes * (1.0 - site.vram) * site.brought_in(work.phase) for nbytes, site in dense
+        )
         self._to_read = sum(nbytes * (1.0 - site.vram - site.ram) for nbytes, site in dense)
 
     def play(self) -> float:

@@ -1,9 +1,9 @@
 """A model over cards, processor, RAM and disk, at the grain of groups: plans and their seconds.
 
 Each group is a `Load`. A plan gives each a `Site`: which part of it lives on a card and which in
-RAM (the rest is only on disk), once for all that is done; and, for each phase, which part of what is
-not on the card is brought there and computed there. What is on the card and what is not are computed
-at the same time, so a part between 0 and 1 is a split by rows. Experts are counted instead of rows.
+RAM (the rest is only on disk), once for all phases; and, for each phase, which part of what is not
+on the card is brought and computed there. What is on the card and what is not are computed at the
+same time, so a part between 0 and 1 is a split by rows. Experts are counted instead of rows.
 
 `hybrid_play.py` plays a plan through; `hybrid_search.py` finds one.
 """
