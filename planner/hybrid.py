@@ -1,9 +1,9 @@
 """A model over cards, processor, RAM and disk, at the grain of groups: plans and their seconds.
 
-Each group is a `Load`. A plan gives each a `Site`: which part of it lives on a card, which in RAM
-(the rest is only on disk), and, per phase, which part of what is not on the card is brought there
-and computed there. What is on the card and what is not are computed at the same time, so a part
-between 0 and 1 is a split by rows. Experts are counted instead of rows.
+Each group is a `Load`. A plan gives each a `Site`: which part of it lives on a card and which in
+RAM (the rest is only on disk), once for all phases; and, for each phase, which part of what is not
+on the card is brought and computed there. What is on the card and what is not are computed at the
+same time, so a part between 0 and 1 is a split by rows. Experts are counted instead of rows.
 
 `hybrid_play.py` plays a plan through; `hybrid_search.py` finds one.
 """
@@ -111,6 +111,14 @@ class Work:
 DECODE = Work()
 
 
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prefill that a placement has to serve beside decode."""
+
+    work: Work  # of one step
+    per_step: float  # such steps for each step of decode
+
+
 def rows_of(load: Load, work: Work) -> int:
     """Rows that a load computes: of a prompt the head is asked for the last one only."""
     is_last_only = load.kind == "lm_head" and work.phase == "prefill"
@@ -119,16 +127,26 @@ def rows_of(load: Load, work: Work) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where one load lives and who computes it. Parts of the whole: rows, KV heads or experts."""
+    """Where one load lives and who computes it. Parts of the whole: rows, KV heads or experts.
+
+    Homes are the same in all phases; what is brought is not.
+    """
 
     vram: float  # part on cards
     ram: float  # part in RAM; what is on neither is read from disk in every step
-    brought: float = 0.0  # part of what is not on cards that is brought to them, computed there
+    brought: float = 0.0  # in decode: part of what is not on cards that is brought to them, and
+    # computed there
     over: tuple[float, ...] = (1.0,)  # how cards share what they hold or are brought; sums to 1
+    brought_prefill: float = 0.0  # as `brought`, in prefill
+
+    def brought_in(self, phase: Phase) -> float:
+        return self.brought if phase == "decode" else self.brought_prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """One placement, with what each phase brings over links."""
+
     name: str
     sites: tuple[Site, ...]  # one for each load
 
@@ -137,7 +155,7 @@ class Plan:
 class Demand:
     """Bytes that a plan takes up."""
 
-    vram: tuple[float, ...]  # per card, with the stage for what is brought
+    vram: tuple[float, ...]  # per card, with the stage for what any phase brings
     ram: float  # with the ring for what is only on disk
 
 
@@ -152,7 +170,7 @@ def demand(model: Model, plan: Plan, work: Work, cards: int) -> Demand:
         reads |= load.nbytes > 0.0 and site.vram + site.ram < 1.0 - NOTHING
         for card, part in enumerate(site.over[:cards]):
             vram[card] += (load.whole_nbytes + kv) * site.vram * part
-            brings[card] |= site.brought * part > 0.0
+            brings[card] |= max(site.brought, site.brought_prefill) * part > 0.0
     stages = (STAGE_NBYTES if each else 0.0 for each in brings)
     ram += DISK_RING_NBYTES if reads else 0.0
     return Demand(tuple(have + stage for have, stage in zip(vram, stages, strict=True)), ram)

@@ -246,7 +246,7 @@ def _price(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: HitRate)
     if load.kind == "attn":
         flops *= work.context
         nbytes = load.kv_nbytes_per_token * work.context * (work.sequences if is_decode else 1)
-    brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought
+    brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought_in(work.phase)
     on_cards = site.vram + brought
     on_disk = 1.0 - site.vram - site.ram if load.nbytes else 0.0
     return _Price(
@@ -272,10 +272,11 @@ def _price_experts(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: 
     else:
         hits, lost = site.vram, 1.0 - min(1.0, site.vram + site.ram)
     flops = load.flops_per_row * work.rows / chosen  # for the rows of one chosen expert
+    part_brought = site.brought_in(work.phase)
 
     def branches(on_cards: float) -> tuple[float, ...]:
         missing = chosen - on_cards
-        there, here = on_cards + missing * site.brought, missing * (1.0 - site.brought)
+        there, here = on_cards + missing * part_brought, missing * (1.0 - part_brought)
         return _sides(load.nbytes, flops, there, here, site.over, rates)
 
     sides_s = branches(chosen * hits)
@@ -288,7 +289,7 @@ def _price_experts(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: 
             * max(branches(count))
             for count in range(load.top_k + 1)
         )
-    brought = load.nbytes * chosen * (1.0 - hits) * site.brought
+    brought = load.nbytes * chosen * (1.0 - hits) * part_brought
     return _Price(
         sides_s,
         tuple(brought * part for part in site.over) if rates.cards else (),
