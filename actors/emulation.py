@@ -19,7 +19,6 @@ from shadowlane.planner.hardware import CALM, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
 from shadowlane.planner.hybrid import (
     DISK_RING_NBYTES,
-    STAGE_NBYTES,
     HitRate,
     Load,
     Model,
@@ -27,6 +26,7 @@ from shadowlane.planner.hybrid import (
     Site,
     Work,
     rows_of,
+    stage_nbytes,
 )
 from shadowlane.planner.hybrid_shadow import StepMeasured
 
@@ -262,7 +262,7 @@ class _Step:
         self.busy[self.links[index]] += seconds
         self._to_bring -= nbytes
         free_s = self._link_free_s[index]
-        ahead_s = 0.0 if is_late else STAGE_NBYTES / rate
+        ahead_s = 0.0 if is_late else stage_nbytes(card) / rate
         start_s = max(free_s, begin_s - ahead_s)
         self._link_free_s[index] = start_s + seconds
         return self._link_free_s[index]

@@ -297,7 +297,7 @@ class HybridShadow:
         commands: list[Command] = []
         question = self.question
         if not question.fits(self.plan):
-            spread = shrunk(question, Spread.of(self.plan), 0.0)
+            spread = shrunk(question, Spread.of(self.plan), brings=False)
             smaller = settle(question, self.plan.name, spread, brought_of(self.plan))
             if smaller is None or not question.fits(smaller):
                 smaller = search(question).plan
