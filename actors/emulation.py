@@ -19,7 +19,6 @@ from shadowlane.planner.hardware import CALM, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
 from shadowlane.planner.hybrid import (
     DISK_RING_NBYTES,
-    STAGE_NBYTES,
     HitRate,
     Load,
     Model,
@@ -27,6 +26,7 @@ from shadowlane.planner.hybrid import (
     Site,
     Work,
     rows_of,
+    stage_nbytes,
 )
 from shadowlane.planner.hybrid_shadow import StepMeasured
 
@@ -168,7 +168,9 @@ class _Step:
             for load, site in zip(world.model.loads, plan.sites, strict=True)
             if load.kind != "attn" and not load.experts
         ]
-        self._to_bring = sum(nbytes * (1.0 - site.vram) * site.brought for nbytes, site in dense)
+        self._to_bring = sum(
+            nbytes * (1.0 - site.vram) * site.brought_in(work.phase) for nbytes, site in dense
+        )
         self._to_read = sum(nbytes * (1.0 - site.vram - site.ram) for nbytes, site in dense)
 
     def play(self) -> float:
@@ -260,7 +262,7 @@ class _Step:
         self.busy[self.links[index]] += seconds
         self._to_bring -= nbytes
         free_s = self._link_free_s[index]
-        ahead_s = 0.0 if is_late else STAGE_NBYTES / rate
+        ahead_s = 0.0 if is_late else stage_nbytes(card) / rate
         start_s = max(free_s, begin_s - ahead_s)
         self._link_free_s[index] = start_s + seconds
         return self._link_free_s[index]
@@ -285,7 +287,7 @@ class _Step:
             off = 1.0 - site.vram
             return _Parts(kv * site.vram, 0.0, flops * site.vram, kv * off, flops * off, 0.0, False)
         if not load.experts:
-            brought = (1.0 - site.vram) * site.brought
+            brought = (1.0 - site.vram) * site.brought_in(work.phase)
             off = max(0.0, 1.0 - site.vram - brought)
             on_disk = max(0.0, 1.0 - site.vram - site.ram)
             return _Parts(
@@ -305,7 +307,8 @@ class _Step:
         lost = (chosen - hits) * self._lost(site)
         missing = chosen - hits
         per_expert = flops / chosen
-        brought, off = missing * site.brought, missing * (1.0 - site.brought)
+        part = site.brought_in(work.phase)
+        brought, off = missing * part, missing * (1.0 - part)
         return _Parts(
             load.nbytes * hits,
             load.nbytes * brought,

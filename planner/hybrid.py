@@ -1,16 +1,16 @@
 """A model over cards, processor, RAM and disk, at the grain of groups: plans and their seconds.
 
-Each group is a `Load`. A plan gives each a `Site`: which part of it lives on a card, which in RAM
-(the rest is only on disk), and, per phase, which part of what is not on the card is brought there
-and computed there. What is on the card and what is not are computed at the same time, so a part
-between 0 and 1 is a split by rows. Experts are counted instead of rows.
+Each group is a `Load`. A plan gives each a `Site`: which part of it lives on a card and which in
+RAM (the rest is only on disk), once for all phases; and, for each phase, which part of what is not
+on the card is brought and computed there. What is on the card and what is not are computed at the
+same time, so a part between 0 and 1 is a split by rows. Experts are counted instead of rows.
 
 `hybrid_play.py` plays a plan through; `hybrid_search.py` finds one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shadowlane.planner.catalog import Catalog, GroupKind
@@ -19,7 +19,8 @@ from shadowlane.planner.hit_rate import assumed, interpolate
 from shadowlane.planner.profile import Phase
 
 ACTIVATION_NBYTES = 2  # of an element that crosses the link
-STAGE_NBYTES = 256e6  # room on a card for what is brought there, in pieces of a few MiB
+STAGE_NBYTES = 256e6  # most room on a card for what is brought there, in pieces of a few MiB
+STAGE_PART = 8  # and at most this part of its memory
 DISK_RING_NBYTES = 256e6  # room in RAM for what is read ahead, where anything is only on disk
 
 NOTHING = 1e-9  # a part that is none but for rounding
@@ -111,6 +112,14 @@ class Work:
 DECODE = Work()
 
 
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prefill that a placement has to serve beside decode."""
+
+    work: Work  # of one step
+    per_step: float  # such steps for each step of decode
+
+
 def rows_of(load: Load, work: Work) -> int:
     """Rows that a load computes: of a prompt the head is asked for the last one only."""
     is_last_only = load.kind == "lm_head" and work.phase == "prefill"
@@ -119,16 +128,26 @@ def rows_of(load: Load, work: Work) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where one load lives and who computes it. Parts of the whole: rows, KV heads or experts."""
+    """Where one load lives and who computes it. Parts of the whole: rows, KV heads or experts.
+
+    Homes are the same in all phases; what is brought is not.
+    """
 
     vram: float  # part on cards
     ram: float  # part in RAM; what is on neither is read from disk in every step
-    brought: float = 0.0  # part of what is not on cards that is brought to them, computed there
+    brought: float = 0.0  # in decode: part of what is not on cards that is brought to them, and
+    # computed there
     over: tuple[float, ...] = (1.0,)  # how cards share what they hold or are brought; sums to 1
+    brought_prefill: float = 0.0  # as `brought`, in prefill
+
+    def brought_in(self, phase: Phase) -> float:
+        return self.brought if phase == "decode" else self.brought_prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """One placement, with what each phase brings over links."""
+
     name: str
     sites: tuple[Site, ...]  # one for each load
 
@@ -137,23 +156,23 @@ class Plan:
 class Demand:
     """Bytes that a plan takes up."""
 
-    vram: tuple[float, ...]  # per card, with the stage for what is brought
+    vram: tuple[float, ...]  # per card, with the stage for what any phase brings
     ram: float  # with the ring for what is only on disk
 
 
-def demand(model: Model, plan: Plan, work: Work, cards: int) -> Demand:
-    vram = [0.0] * cards
-    brings = [False] * cards
+def demand(model: Model, plan: Plan, work: Work, cards: Sequence[Card]) -> Demand:
+    vram = [0.0] * len(cards)
+    brings = [False] * len(cards)
     ram = model.fixed_ram_nbytes
     reads = False
     for load, site in zip(model.loads, plan.sites, strict=True):
         kv = kv_nbytes(load, work)
         ram += load.whole_nbytes * site.ram + kv * (1.0 - site.vram)
         reads |= load.nbytes > 0.0 and site.vram + site.ram < 1.0 - NOTHING
-        for card, part in enumerate(site.over[:cards]):
+        for card, part in enumerate(site.over[: len(cards)]):
             vram[card] += (load.whole_nbytes + kv) * site.vram * part
-            brings[card] |= site.brought * part > 0.0
-    stages = (STAGE_NBYTES if each else 0.0 for each in brings)
+            brings[card] |= max(site.brought, site.brought_prefill) * part > 0.0
+    stages = (stage_nbytes(card) if each else 0.0 for card, each in zip(cards, brings, strict=True))
     ram += DISK_RING_NBYTES if reads else 0.0
     return Demand(tuple(have + stage for have, stage in zip(vram, stages, strict=True)), ram)
 
@@ -164,11 +183,16 @@ def kv_nbytes(load: Load, work: Work) -> float:
 
 
 def fits(model: Model, plan: Plan, work: Work, machine: Hardware, state: Conditions = CALM) -> bool:
-    need = demand(model, plan, work, len(machine.cards))
+    need = demand(model, plan, work, machine.cards)
     for card, nbytes in zip(machine.cards, need.vram, strict=True):
         if nbytes > vram_room(card, state) * (1 + 1e-9):
             return False
     return need.ram <= ram_room(machine, state) * (1 + 1e-9)
+
+
+def stage_nbytes(card: Card) -> float:
+    """Room on a card for what is brought there, where anything is."""
+    return min(STAGE_NBYTES, card.vram_nbytes / STAGE_PART)
 
 
 def vram_room(card: Card, state: Conditions = CALM) -> float:

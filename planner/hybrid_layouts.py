@@ -7,7 +7,7 @@ experts of some layers; attention alone; the rest brought over the link layer by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
@@ -17,6 +17,7 @@ from shadowlane.planner.hybrid import (
     HitRate,
     Model,
     Plan,
+    Prompts,
     Site,
     Work,
     fits,
@@ -25,8 +26,13 @@ from shadowlane.planner.hybrid import (
     vram_room,
 )
 from shadowlane.planner.hybrid_play import Times, play
+from shadowlane.planner.profile import Phase
 
 MOST_SETTINGS = 12  # of one kind of layout that are played through
+
+PHASES: tuple[Phase, ...] = ("decode", "prefill")
+
+Brought = Mapping[Phase, Sequence[float]]  # per load; a phase that is left out brings nothing
 
 
 class TooLarge(ValueError):
@@ -35,17 +41,38 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A model, a machine and the work, for which a plan is looked for."""
+    """A model, a machine and the work, for which a plan is looked for.
+
+    prompts: prefill that the same placement serves. A plan is then as good as the seconds of a step
+    of `work` and its share of prefill.
+    """
 
     model: Model
     machine: Hardware
     work: Work = DECODE
     state: Conditions = CALM
     hit_rate: HitRate = lambda part: part
+    prompts: Prompts | None = None
 
-    def times(self, plan: Plan, worth_s: float = float("inf")) -> Times:
-        """See `play`; exact for plans faster than `worth_s`."""
-        return play(self.model, plan, self.work, self.machine, self.state, self.hit_rate, worth_s)
+    @property
+    def works(self) -> tuple[Work, ...]:
+        return (self.work,) if self.prompts is None else (self.work, self.prompts.work)
+
+    def times(
+        self, plan: Plan, worth_s: float = float("inf"), *, work: Work | None = None
+    ) -> Times:
+        """See `play`; exact for plans faster than `worth_s`. work: another than the question's."""
+        work = work or self.work
+        return play(self.model, plan, work, self.machine, self.state, self.hit_rate, worth_s)
+
+    def answer(self, plan: Plan, worth_s: float = float("inf")) -> Answer:
+        """`plan` played through in all phases; exact if its `seconds` are below `worth_s`."""
+        times = self.times(plan, worth_s)
+        if self.prompts is None:
+            return Answer(plan, times, times.step_s)
+        left_s = max(0.0, worth_s - times.step_s) / self.prompts.per_step
+        prompt = self.times(plan, left_s, work=self.prompts.work)
+        return Answer(plan, times, times.step_s + prompt.step_s * self.prompts.per_step, prompt)
 
     def fits(self, plan: Plan) -> bool:
         return fits(self.model, plan, self.work, self.machine, self.state)
@@ -54,7 +81,9 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class Answer:
     plan: Plan
-    times: Times
+    times: Times  # of a step of the question's work
+    seconds: float  # of such a step and its share of prefill: what plans are compared by
+    prompt_times: Times | None = None  # of a step of prefill, where the question asks for it
 
 
 @dataclass(slots=True)
@@ -79,9 +108,9 @@ def best_of(question: Question, plans: Iterable[Plan | None], best: Answer | Non
     for plan in plans:
         if plan is None:
             continue
-        times = question.times(plan) if best is None else question.times(plan, best.times.step_s)
-        if (best is None or times.step_s < best.times.step_s) and question.fits(plan):
-            best = Answer(plan, times)
+        answer = question.answer(plan, float("inf") if best is None else best.seconds)
+        if (best is None or answer.seconds < best.seconds) and question.fits(plan):
+            best = answer
     if best is None:
         raise TooLarge(
             f"{question.model.name} and {question.work.max_context} tokens of context must fit "
@@ -91,7 +120,7 @@ def best_of(question: Question, plans: Iterable[Plan | None], best: Answer | Non
 
 
 def settle(
-    question: Question, name: str, spread: Spread, brought: Sequence[float] | None = None
+    question: Question, name: str, spread: Spread, brought: Brought | None = None
 ) -> Plan | None:
     """A plan with these parts on cards; RAM holds what it can of the rest. None: too large.
 
@@ -115,17 +144,26 @@ def settle(
     dense_kept = min(1.0, room / dense) if dense else 1.0
     room = max(0.0, room - dense)
     experts_kept = min(1.0, room / experts) if experts else 1.0
-    moved = brought or [0.0] * len(model.loads)
+    nothing = [0.0] * len(model.loads)
+    decode, prefill = ((brought or {}).get(phase, nothing) for phase in PHASES)
     sites = tuple(
         Site(
             vram,
             (1.0 - vram) * (experts_kept if load.experts else dense_kept),
-            part if vram < 1.0 else 0.0,
+            in_decode if vram < 1.0 else 0.0,
             over,
+            in_prefill if vram < 1.0 else 0.0,
         )
-        for load, vram, over, part in zip(model.loads, spread.vram, spread.over, moved, strict=True)
+        for load, vram, over, in_decode, in_prefill in zip(
+            model.loads, spread.vram, spread.over, decode, prefill, strict=True
+        )
     )
     return Plan(name, sites)
+
+
+def brought_of(plan: Plan) -> dict[Phase, list[float]]:
+    """What a plan brings in each phase, load by load."""
+    return {phase: [site.brought_in(phase) for site in plan.sites] for phase in PHASES}
 
 
 def free_nbytes(question: Question, spread: Spread) -> list[float]:
@@ -230,7 +268,8 @@ def attention_gpu(question: Question) -> Plan | None:
 def layer_stream(question: Question, layers: int) -> Plan | None:
     """As `layer_split`; the others are brought over the link, group by group."""
     plan = layer_split(question, layers)
-    return None if plan is None else _streamed(question, plan, f"layer-stream {layers}")
+    name = f"layer-stream {layers}"
+    return None if plan is None else streamed(question, plan, name, PHASES)
 
 
 def num_layers(model: Model) -> int:
@@ -255,9 +294,10 @@ def _whole(
     return _fitting(question, settle(question, name, spread))
 
 
-def _streamed(question: Question, plan: Plan, name: str) -> Plan | None:
-    """The same on cards; all else that has weights is brought to them."""
-    brought = [0.0 if load.kind == "attn" else 1.0 for load in question.model.loads]
+def streamed(question: Question, plan: Plan, name: str, phases: Iterable[Phase]) -> Plan | None:
+    """The same on cards; in these phases all else that has weights is brought to them."""
+    everything = [0.0 if load.kind == "attn" else 1.0 for load in question.model.loads]
+    brought = dict.fromkeys(phases, everything)
     return _fitting(question, settle(question, name, Spread.of(plan), brought))
 
 
@@ -268,7 +308,8 @@ def _fitting(question: Question, plan: Plan | None) -> Plan | None:
 def by_hand(question: Question) -> dict[str, Answer]:
     """The best of each kind of layout that people tune by hand: name -> its best setting.
 
-    Of a prompt, what a layout leaves in RAM may be brought too, as llama.cpp does unasked.
+    Of a prompt, what a layout leaves in RAM may be brought too, as llama.cpp does unasked: the
+    layout is then the same in both phases, and what is brought is not.
     """
     model, cards = question.model, len(question.machine.cards)
     settings = range(num_layers(model) + 1)
@@ -284,16 +325,23 @@ def by_hand(question: Question) -> dict[str, Answer]:
         kinds["attention-gpu"] = [attention_gpu(question)]
         if any(load.experts for load in model.loads):
             kinds["cpu-moe"] = (cpu_moe(question, n) for n in settings)
+    has_prompts = any(work.phase == "prefill" for work in question.works)
     found: dict[str, Answer] = {}
     for name, plans in kinds.items():
         fitting = [plan for plan in plans if plan is not None]
         tried = _thinned(fitting)
-        if question.work.phase == "prefill" and name not in ("cpu", "layer-stream"):
-            streamed = (_streamed(question, plan, f"{plan.name}, streamed") for plan in fitting)
-            tried += _thinned([plan for plan in streamed if plan is not None])
+        if has_prompts and name not in ("cpu", "layer-stream"):
+            tried += _thinned(list(_streamed_for_prompts(question, fitting)))
         if tried:
             found[name] = best_of(question, tried)
     return found
+
+
+def _streamed_for_prompts(question: Question, plans: Iterable[Plan]) -> Iterator[Plan]:
+    for plan in plans:
+        found = streamed(question, plan, f"{plan.name}, streamed", ["prefill"])
+        if found is not None:
+            yield found
 
 
 def _thinned(plans: list[Plan]) -> list[Plan]:

@@ -19,7 +19,6 @@ from shadowlane.planner.hit_rate import expected_distinct
 from shadowlane.planner.hybrid import (
     DISK_RING_NBYTES,
     NOTHING,
-    STAGE_NBYTES,
     HitRate,
     Load,
     Model,
@@ -27,6 +26,7 @@ from shadowlane.planner.hybrid import (
     Site,
     Work,
     rows_of,
+    stage_nbytes,
 )
 
 LAST_PART = 0.25  # of a side's time that is left when the last of what was brought has come
@@ -175,7 +175,10 @@ def _pass(
     if max(rest_s, links_s) >= worth_s:
         return Times(max(rest_s, links_s), busy), moved_nbytes
 
-    links = [_Ring(STAGE_NBYTES, brought[card], busy[f"h2d:{card}"]) for card in cards]
+    links = [
+        _Ring(stage_nbytes(card), brought[index], busy[f"h2d:{index}"])
+        for index, card in enumerate(rates.cards)
+    ]
     disk = _Ring(DISK_RING_NBYTES, read_nbytes, busy["disk:0"])
     is_decode = work.phase == "decode"
     ready = list(hops[0])  # when the activation is at each side
@@ -246,7 +249,7 @@ def _price(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: HitRate)
     if load.kind == "attn":
         flops *= work.context
         nbytes = load.kv_nbytes_per_token * work.context * (work.sequences if is_decode else 1)
-    brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought
+    brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought_in(work.phase)
     on_cards = site.vram + brought
     on_disk = 1.0 - site.vram - site.ram if load.nbytes else 0.0
     return _Price(
@@ -272,10 +275,11 @@ def _price_experts(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: 
     else:
         hits, lost = site.vram, 1.0 - min(1.0, site.vram + site.ram)
     flops = load.flops_per_row * work.rows / chosen  # for the rows of one chosen expert
+    part_brought = site.brought_in(work.phase)
 
     def branches(on_cards: float) -> tuple[float, ...]:
         missing = chosen - on_cards
-        there, here = on_cards + missing * site.brought, missing * (1.0 - site.brought)
+        there, here = on_cards + missing * part_brought, missing * (1.0 - part_brought)
         return _sides(load.nbytes, flops, there, here, site.over, rates)
 
     sides_s = branches(chosen * hits)
@@ -288,7 +292,7 @@ def _price_experts(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: 
             * max(branches(count))
             for count in range(load.top_k + 1)
         )
-    brought = load.nbytes * chosen * (1.0 - hits) * site.brought
+    brought = load.nbytes * chosen * (1.0 - hits) * part_brought
     return _Price(
         sides_s,
         tuple(brought * part for part in site.over) if rates.cards else (),

@@ -3,9 +3,9 @@
 First the layouts that people tune by hand, each with its best setting (`hybrid_layouts.py`). Then
 ours: which kinds of groups go on the cards first, or the knapsack of ATSInfer; which groups are
 divided between processor and cards, or between cards, so that all end together; how much of the
-rest is brought over a link and computed on a card; and at last small changes, tried one by one.
-Every candidate is played through and the fastest wins, so a plan is never predicted slower than
-one made by hand.
+rest is brought over a link and computed on a card, in each phase its own part; and at last small
+changes, tried one by one. Every candidate is played through and the fastest wins, so a plan is
+never predicted slower than one made by hand.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowlane.planner.catalog import GroupKind
-from shadowlane.planner.hybrid import STAGE_NBYTES, Load, Model, Plan, Site, kv_nbytes
+from shadowlane.planner.hybrid import Load, Model, Plan, Site, kv_nbytes, stage_nbytes
 from shadowlane.planner.hybrid_layouts import (
     Answer,
     Question,
     Spread,
     best_of,
+    brought_of,
     by_hand,
     free_nbytes,
     pack,
     settle,
+    streamed,
 )
+from shadowlane.planner.profile import Phase
 
 # What the search may use beside layouts made by hand. Each can be left out: what is it worth?
 MECHANISMS = ("kinds", "kv", "knapsack", "experts", "split", "across", "bring", "refine")
@@ -72,13 +75,15 @@ def search(
         starts.append(knapsack(question))
     # Where all but experts fit, orders make no difference: what is the same is tried once.
     plans = {plan.sites: plan for plan in reversed(starts) if plan is not None}
-    tried = [Answer(plan, question.times(plan)) for plan in plans.values() if question.fits(plan)]
-    tried.sort(key=lambda answer: answer.times.step_s)
+    if "bring" in using and any(work.phase == "prefill" for work in question.works):
+        # Of a prompt almost all is brought, and what is fastest without that says little.
+        for plan in _streamed(question, list(plans.values())):
+            plans.setdefault(plan.sites, plan)
+    tried = [question.answer(plan) for plan in plans.values() if question.fits(plan)]
+    tried.sort(key=lambda answer: answer.seconds)
     best = tried[0]
     if "bring" in using:
-        # In prefill almost all is brought, and what is fastest without that says little.
-        is_decode = question.work.phase == "decode"
-        for start in tried[: TRIED if is_decode else len(tried)]:
+        for start in tried[:TRIED]:
             best = bring(question, start, best)
     if "refine" in using:
         tries = min(MOST_TRIES, TRIES_OF_LOADS // len(question.model.loads))
@@ -177,19 +182,52 @@ def balance(question: Question) -> list[float]:
 # -- over the link
 
 
+def _streamed(question: Question, plans: Sequence[Plan]) -> Iterator[Plan]:
+    """The same with room for what is brought, and all that prompts can have brought."""
+    for plan in plans:
+        spread = shrunk(question, Spread.of(plan))
+        smaller = settle(question, plan.name, spread)
+        if smaller is not None:
+            found = streamed(question, smaller, f"{plan.name}, prompts streamed", ["prefill"])
+            if found is not None:
+                yield found
+
+
 def bring(question: Question, start: Answer, best: Answer) -> Answer:
-    """`best`, or `start` with a part of all rows, or every so many whole groups, brought."""
-    model = question.model
-    spread = shrunk(question, Spread.of(start.plan), STAGE_NBYTES)
-    plans: list[Plan | None] = [start.plan]
+    """`best`, or `start` with a part of all rows, or every so many whole groups, brought.
+
+    Where things live is the same in all phases, so that each chooses for itself what it brings.
+    """
+    spread = shrunk(question, Spread.of(start.plan))
+    brought = brought_of(start.plan)
+    name = start.plan.name.removesuffix(", prompts streamed")
+    plan: Plan | None = None
+    for work in question.works:
+        kept = brought[work.phase]
+        plan, least_s, its_name = None, float("inf"), ""
+        for what, each in _ways_to_bring(question.model, spread.vram, kept):
+            tried = settle(question, start.plan.name, spread, {**brought, work.phase: each})
+            if tried is None:
+                return best
+            seconds = question.times(tried, least_s, work=work).step_s
+            if seconds < least_s:
+                plan, least_s, its_name = tried, seconds, what
+                brought[work.phase] = each
+        if its_name:
+            name += f", {its_name} brought{' for prompts' if work is not question.work else ''}"
+    return best_of(question, [start.plan, plan and replace(plan, name=name)], best)
+
+
+def _ways_to_bring(
+    model: Model, vram: Sequence[float], kept: list[float]
+) -> Iterator[tuple[str, list[float]]]:
+    """(what, what is brought of each load): as it is, nothing, parts of all, some as a whole."""
+    yield "", kept
+    if any(kept):
+        yield "nothing", [0.0] * len(vram)
     for part in PARTS:
-        for what, brought in (
-            ("rows", _rows_brought(model, spread.vram, part)),
-            ("groups", _groups_brought(model, spread.vram, part)),
-        ):
-            name = f"{start.plan.name}, {part:.0%} of {what} brought"
-            plans.append(settle(question, name, spread, brought))
-    return best_of(question, plans, best)
+        yield f"{part:.0%} of rows", _rows_brought(model, vram, part)
+        yield f"{part:.0%} of groups", _groups_brought(model, vram, part)
 
 
 def _rows_brought(model: Model, vram: Sequence[float], part: float) -> list[float]:
@@ -214,9 +252,12 @@ def _groups_brought(model: Model, vram: Sequence[float], part: float) -> list[fl
     return brought
 
 
-def shrunk(question: Question, spread: Spread, spare_nbytes: float) -> Spread:
-    """The same parts less what has to go, from the end, to leave so much free on each card."""
-    left = [each - spare_nbytes for each in free_nbytes(question, spread)]
+def shrunk(question: Question, spread: Spread, *, brings: bool = True) -> Spread:
+    """The same parts less what has to go, from the end, for cards to have room.
+
+    brings: room for a stage, too.
+    """
+    left = _beside_stages(question, spread) if brings else free_nbytes(question, spread)
     vram = list(spread.vram)
     for index in range(len(vram) - 1, -1, -1):
         load = question.model.loads[index]
@@ -252,21 +293,22 @@ def refine(question: Question, best: Answer, tries: int, using: Collection[str])
         return best
     for _ in range(tries):
         spread = Spread.of(best.plan)
-        brought = [site.brought for site in best.plan.sites]
+        brought = brought_of(best.plan)
         one, other = random.choice(movable), random.choice(movable)
         part = random.choice((0.0, 1.0, random.random()))
         what = random.randrange(5)
         if what < 2 and may_bring:
             lead = random.choice(bringable)
+            phase: Phase = random.choice(question.works).phase
             for index in bringable if what else (lead,):
                 if loads[index].kind == loads[lead].kind:
-                    brought[index] = part
+                    brought[phase][index] = part
         else:  # room on cards goes from one load to another, or is used where it is free
             freed = spread.vram[other] if what != 2 and one != other else 0.0
             spread.vram[other] -= freed
-            spare = STAGE_NBYTES if any(brought) else 0.0
+            free = _beside_stages if any(map(any, brought.values())) else free_nbytes
             for index in (one, other):
-                room = _room_for(question, spread, index, spare)
+                room = _room_for(free(question, spread), spread, index)
                 grown = min(1.0 - spread.vram[index], room / loads[index].nbytes)
                 if not may_split and grown < 1.0 - spread.vram[index]:
                     grown = 0.0
@@ -280,14 +322,14 @@ def _refined(name: str) -> str:
     return name if name.endswith(", refined") else f"{name}, refined"
 
 
-def _room_for(question: Question, spread: Spread, index: int, spare_nbytes: float) -> float:
+def _room_for(free: Sequence[float], spread: Spread, index: int) -> float:
     """Bytes of one load that its cards still have room for."""
+    over = spread.over[index]
+    return max(0.0, min(have / part for have, part in zip(free, over, strict=True) if part))
+
+
+def _beside_stages(question: Question, spread: Spread) -> list[float]:
+    """`free_nbytes` less what is brought takes up on each card."""
     free = free_nbytes(question, spread)
-    return max(
-        0.0,
-        min(
-            (have - spare_nbytes) / part
-            for have, part in zip(free, spread.over[index], strict=True)
-            if part
-        ),
-    )
+    cards = question.machine.cards
+    return [have - stage_nbytes(card) for have, card in zip(free, cards, strict=True)]

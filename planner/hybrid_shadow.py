@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from shadowlane.planner.hardware import CALM, Hardware
-from shadowlane.planner.hybrid import HitRate, Model, Plan, Work
-from shadowlane.planner.hybrid_layouts import Question, Spread, settle
+from shadowlane.planner.hybrid import HitRate, Model, Plan, Prompts, Work
+from shadowlane.planner.hybrid_layouts import Question, Spread, brought_of, settle
 from shadowlane.planner.hybrid_play import LEAST_DRAM_PART
 from shadowlane.planner.hybrid_search import search, shrunk
 
@@ -82,7 +82,7 @@ class Explained:
     """What was decided and why: for people."""
 
     why: str
-    staying_s: float  # per step, predicted with what has been learned
+    staying_s: float  # per step and its share of prefill, predicted with what has been learned
     expected_s: float
     moved_nbytes: float
 
@@ -102,12 +102,15 @@ class HybridShadow:
         hit_rate: HitRate = lambda part: part,
         settings: ShadowSettings | None = None,
         plan: Plan | None = None,
+        prompts: Prompts | None = None,
     ) -> None:
+        """prompts: prefill that all plans have to serve too; only steps of `work` are measured."""
         self.settings = settings or ShadowSettings()
         self.machine = machine
         self._file = machine
         self._state = CALM  # memory only: rates are learned
         self._model, self._work, self._hit_rate = model, work, hit_rate
+        self._prompts = prompts
         self.plan = plan or search(self.question).plan
         self._previous: Plan | None = None
         self._before: StepMeasured | None = None  # what a step of it took, last
@@ -123,7 +126,9 @@ class HybridShadow:
     @property
     def question(self) -> Question:
         """For the work at hand, on the machine as it has been learned."""
-        return Question(self._model, self.machine, self._work, self._state, self._hit_rate)
+        return Question(
+            self._model, self.machine, self._work, self._state, self._hit_rate, self._prompts
+        )
 
     @property
     def moving_nbytes(self) -> float:
@@ -266,19 +271,19 @@ class HybridShadow:
     def _think(self, why: str) -> list[Command]:
         self._since_thought = 0
         question = self.question
-        staying_s = question.times(self.plan).step_s
+        staying_s = question.answer(self.plan).seconds
         best = search(question)
         nbytes, move_s = moves(question, self.plan, best.plan)
         steps = self.settings.horizon_steps
         meanwhile = min(float(steps), move_s / staying_s)
-        all_s = meanwhile * staying_s + (steps - meanwhile) * best.times.step_s
+        all_s = meanwhile * staying_s + (steps - meanwhile) * best.seconds
         gain = 1.0 - all_s / (steps * staying_s)
         if gain < self._gain:
             self._wait = min(
                 self.settings.max_steps_between, round(self._wait * self.settings.patience)
             )
             return []
-        return self._go(best.plan, why, staying_s, best.times.step_s, nbytes)
+        return self._go(best.plan, why, staying_s, best.seconds, nbytes)
 
     def _refit(self, why: str) -> list[Command]:
         """What is running may not fit any more: first what has to go, then the best plan."""
@@ -292,9 +297,8 @@ class HybridShadow:
         commands: list[Command] = []
         question = self.question
         if not question.fits(self.plan):
-            brought = [site.brought for site in self.plan.sites]
-            spread = shrunk(question, Spread.of(self.plan), 0.0)
-            smaller = settle(question, self.plan.name, spread, brought)
+            spread = shrunk(question, Spread.of(self.plan), brings=False)
+            smaller = settle(question, self.plan.name, spread, brought_of(self.plan))
             if smaller is None or not question.fits(smaller):
                 smaller = search(question).plan
             commands += self._switch(smaller)

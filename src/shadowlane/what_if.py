@@ -1,8 +1,9 @@
 """What a model would do on a machine that is not this one: plans from headers and hardware files.
 
-Nothing runs and nothing is measured. The best plan is set beside the layouts that people tune by
-hand and beside two bounds, all predicted by the same model; docs/calibration.md says how far that
-is from published speeds.
+Nothing runs and nothing is measured. One placement serves prompts and answers; it is the best for a
+request of both, and is set beside the layouts that people tune by hand for the same request and
+beside two bounds, all predicted by the same model; docs/calibration.md says how far that is from
+published speeds.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any
 
 from shadowlane.llama_cpp import llama_cpp_flags
 from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.chunks import ANSWER_TOKENS, PROMPT_PART
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import (
     Model,
     Plan,
+    Prompts,
     Work,
     assumed_hits,
     demand,
@@ -26,13 +29,15 @@ from shadowlane.planner.hybrid import (
     ram_room,
     vram_room,
 )
-from shadowlane.planner.hybrid_bounds import hybrid_bounds
+from shadowlane.planner.hybrid_bounds import HybridBounds, hybrid_bounds
 from shadowlane.planner.hybrid_layouts import Answer, Question, TooLarge, by_hand
+from shadowlane.planner.hybrid_play import Times
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.placement import show_nbytes
 
 OURS = "shadowlane"
 PROMPT_ROWS = 2048  # of a prompt that is planned for at once
+PARTS = ("vram", "ram", "disk", "brought", "brought_prefill")  # of a kind of group
 
 
 def what_if(
@@ -44,54 +49,56 @@ def what_if(
     ram: int | None = None,
     gpu_memory: int | None = None,
 ) -> dict[str, Any]:
-    """Plans for decode and prefill, as one object that JSON can hold.
+    """A plan with what it does in decode and in prefill, as one object that JSON can hold.
 
     context: tokens to keep room for; None: 4096 or the model's. ram, gpu_memory: bytes to plan
     with, of all RAM and of each card, in place of what the machine has less what is reserved;
     gpu_memory 0: without cards.
+
+    It is the best for a request like the one that chunks are chosen for: a prompt of half of the
+    context, then 128 tokens.
 
     Raises TooLarge where the model fits nowhere, ValueError for a budget above what there is.
     """
     machine = _with_budgets(machine, ram, gpu_memory)
     model = model_of(catalog, name)
     room = min(context or 4096, model.max_context)
-    works = (
-        Work(context=min(512, room), max_context=room),
-        Work("prefill", min(PROMPT_ROWS, room), 1, min(PROMPT_ROWS, room) // 2, room),
+    work = Work(context=min(512, room), max_context=room)
+    tokens = max(1, room // PROMPT_PART)
+    rows = min(PROMPT_ROWS, tokens)
+    prompts = Prompts(
+        Work("prefill", rows, 1, max(1, tokens // 2), room), tokens / rows / ANSWER_TOKENS
     )
+    question = Question(model, machine, work, hit_rate=assumed_hits(model), prompts=prompts)
     began = time.perf_counter()
-    rows: list[dict[str, Any]] = []
-    plans: dict[str, Plan] = {}
-    for work in works:
-        question = Question(model, machine, work, hit_rate=assumed_hits(model))
+    try:
         hand = by_hand(question)
-        try:
-            best = search(question, rivals=hand)
-        except TooLarge as error:
-            raise TooLarge(f"{error}: {_what_is_short(question)}") from None
-        plans[work.phase] = best.plan
-        rows += _rows(question, hand, best)
-    decode = plans["decode"]
-    need = demand(model, decode, works[0], len(machine.cards))
+        best = search(question, rivals=hand)
+    except TooLarge as error:
+        raise TooLarge(f"{error}: {_what_is_short(question)}") from None
+    plan = best.plan
+    planning_s = time.perf_counter() - began
+    need = demand(model, plan, work, machine.cards)
     return {
         "model": name,
         "hardware": machine.name,
         "emulated": True,
-        "planning_s": time.perf_counter() - began,
+        "planning_s": planning_s,
         "weights_nbytes": model.nbytes,
         "context": room,
-        "rows": rows,
+        "request": {"prompt_tokens": tokens, "answer_tokens": ANSWER_TOKENS},
+        "rows": _rows(question, hand, best),
         "plan": {
-            "strategy": decode.name,
+            "strategy": plan.name,
             "vram_nbytes": list(need.vram),
             "ram_nbytes": need.ram,
             "disk_nbytes": sum(
                 load.whole_nbytes * max(0.0, 1.0 - site.vram - site.ram)
-                for load, site in zip(model.loads, decode.sites, strict=True)
+                for load, site in zip(model.loads, plan.sites, strict=True)
             ),
-            "kinds": _kinds(model, decode),
+            "kinds": _kinds(model, plan),
         },
-        "llama_cpp": llama_cpp_flags(model, decode, works[0]),
+        "llama_cpp": llama_cpp_flags(model, plan, work),
     }
 
 
@@ -138,32 +145,45 @@ def _what_is_short(question: Question) -> str:
 
 
 def _rows(question: Question, hand: dict[str, Answer], best: Answer) -> list[dict[str, Any]]:
-    bound = hybrid_bounds(question)
-    work = question.work
-    answers = {**hand, OURS: best}
+    """Each layout in each phase; the longest request first, ours last."""
+    answers = dict(sorted(hand.items(), key=lambda item: -item[1].seconds)) | {OURS: best}
+    rows: list[dict[str, Any]] = []
+    for work in question.works:
+        bound = hybrid_bounds(replace(question, work=work, prompts=None))
+        for name, answer in answers.items():
+            times = answer.times if work is question.work else answer.prompt_times
+            assert times is not None
+            rows.append(_row(question, name, answer, work, times, bound, best))
+    return rows
+
+
+def _row(
+    question: Question,
+    name: str,
+    answer: Answer,
+    work: Work,
+    times: Times,
+    bound: HybridBounds,
+    best: Answer,
+) -> dict[str, Any]:
     # A prompt's step has all its rows; a decode step one of each sequence.
-    rows = [
-        {
-            "model": question.model.name,
-            "hardware": question.machine.name,
-            "strategy": name,
-            "layout": answer.plan.name,
-            "phase": work.phase,
-            "context": work.context,
-            "step_rows": work.rows,
-            "tok_per_s": None,
-            "predicted_tok_per_s": work.rows / answer.times.step_s,
-            "resource_bound": work.rows / bound.resource_s,
-            "path_bound": work.rows / bound.path_s,
-            "busy": {
-                lane: busy_s / answer.times.step_s for lane, busy_s in answer.times.busy_s.items()
-            },
-            "bottleneck": answer.times.bottleneck,
-            "emulated": True,
-        }
-        for name, answer in answers.items()
-    ]
-    return sorted(rows, key=lambda row: row["predicted_tok_per_s"])
+    return {
+        "model": question.model.name,
+        "hardware": question.machine.name,
+        "strategy": name,
+        "layout": answer.plan.name,
+        "phase": work.phase,
+        "context": work.context,
+        "step_rows": work.rows,
+        "tok_per_s": None,
+        "predicted_tok_per_s": work.rows / times.step_s,
+        "resource_bound": work.rows / bound.resource_s,
+        "path_bound": work.rows / bound.path_s,
+        "busy": {lane: busy_s / times.step_s for lane, busy_s in times.busy_s.items()},
+        "bottleneck": times.bottleneck,
+        "request_over_ours": answer.seconds / best.seconds,
+        "emulated": True,
+    }
 
 
 def _kinds(model: Model, plan: Plan) -> dict[str, dict[str, float]]:
@@ -172,13 +192,14 @@ def _kinds(model: Model, plan: Plan) -> dict[str, dict[str, float]]:
     total: dict[str, float] = {}
     for load, site in zip(model.loads, plan.sites, strict=True):
         nbytes = load.whole_nbytes or load.kv_nbytes_per_token
-        parts = found.setdefault(load.kind, {"vram": 0.0, "ram": 0.0, "disk": 0.0, "brought": 0.0})
+        parts = found.setdefault(load.kind, dict.fromkeys(PARTS, 0.0))
         total[load.kind] = total.get(load.kind, 0.0) + nbytes
         parts["vram"] += nbytes * site.vram
         parts["ram"] += nbytes * (site.ram if load.whole_nbytes else 1.0 - site.vram)
         if load.whole_nbytes:
             parts["disk"] += nbytes * max(0.0, 1.0 - site.vram - site.ram)
         parts["brought"] += nbytes * (1.0 - site.vram) * site.brought
+        parts["brought_prefill"] += nbytes * (1.0 - site.vram) * site.brought_prefill
     return {
         kind: {tier: part / total[kind] if total[kind] else 0.0 for tier, part in parts.items()}
         for kind, parts in found.items()

@@ -12,15 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from shadowlane.sizes import format_size
-from shadowlane.what_if import OURS
+from shadowlane.what_if import OURS, PARTS
 
-TIERS = (
-    "vram",
-    "ram",
-    "disk",
-    "brought",
-)  # the last: computed on cards, brought there when it is needed
-TITLES = {"vram": "VRAM", "ram": "RAM", "disk": "only on disk", "brought": "over the link"}
+TITLES = {  # the last two: computed on cards, brought there when it is needed
+    "vram": "VRAM",
+    "ram": "RAM",
+    "disk": "only on disk",
+    "brought": "brought",
+    "brought_prefill": "for prompts",
+}
 KIND_NAMES = {"attn": "attention (KV)", "qkv": "q, k, v", "gate_up": "gate and up"}
 LEGEND = {  # what each kind of layout is, by the beginning of its name
     "cpu": "nothing on cards",
@@ -33,7 +33,7 @@ LEGEND = {  # what each kind of layout is, by the beginning of its name
 
 
 def what_if_report(planned: Mapping[str, Any]) -> RenderableType:
-    """Both phases and where things would live, slowest first, ours last."""
+    """Both phases, the longest request first, ours last; then where things would live."""
     weights = format_size(round(planned["weights_nbytes"]))
     head = Text(f"{planned['model']}, {weights} of weights\non {planned['hardware']}", style="bold")
     told = Text(
@@ -46,8 +46,9 @@ def what_if_report(planned: Mapping[str, Any]) -> RenderableType:
         head,
         told,
         *phases,
+        _request(planned),
         _legend(planned),
-        Text(f"\nWhere {OURS} would keep things in decode", style="bold"),
+        Text(f"\nWhere {OURS} would keep things, and what each phase brings", style="bold"),
         Text(_sizes(planned["plan"])),
         "",
         _kinds(planned["plan"]["kinds"]),
@@ -78,7 +79,7 @@ def _phase(planned: Mapping[str, Any], phase: str) -> RenderableType:
     for row in rows:
         speed = row["predicted_tok_per_s"]
         cells = [
-            OURS if row is ours else row["layout"],
+            OURS if row is ours else row["layout"].removesuffix(", streamed"),
             f"{ours['predicted_tok_per_s'] / speed:.2f}",
             f"{speed / row['path_bound']:.0%}",
             f"{row['bottleneck']} {row['busy'][row['bottleneck']]:.0%}",
@@ -92,10 +93,25 @@ def _phase(planned: Mapping[str, Any], phase: str) -> RenderableType:
         if phase == "decode"
         else f"Prompt, {ours['step_rows']} tokens at once"
     )
+    return Lines(Text(f"\n{what}, emulated", style="bold"), table)
+
+
+def _request(planned: Mapping[str, Any]) -> RenderableType:
+    """What layouts are compared by: each is the same in both phases."""
+    asked = planned["request"]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("layout, at its best setting for this", no_wrap=True)
+    table.add_column("ours / it", justify="right")
+    for row in planned["rows"]:
+        if row["phase"] == "decode":
+            name = OURS if row["strategy"] == OURS else row["layout"]
+            is_ours = "bold" if name == OURS else ""
+            table.add_row(name, f"{row['request_over_ours']:.2f}", style=is_ours)
+    what = f"{asked['prompt_tokens']} tokens of prompt, then {asked['answer_tokens']} of answer"
     return Lines(
         Text(f"\n{what}, emulated", style="bold"),
         table,
-        Text(f"{OURS}, ours, is: {ours['layout']}", style="dim"),
+        Text(f"{OURS}, ours, is: {planned['plan']['strategy']}", style="dim"),
     )
 
 
@@ -112,9 +128,9 @@ def _legend(planned: Mapping[str, Any]) -> RenderableType:
 def _kinds(kinds: Mapping[str, Mapping[str, float]]) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("groups")
-    for tier in TIERS:
-        table.add_column(TITLES.get(tier, tier), justify="right", no_wrap=True)
+    for tier in PARTS:
+        table.add_column(TITLES[tier], justify="right", no_wrap=True)
     for kind, parts in kinds.items():
-        cells = (f"{parts[tier]:.0%}" if parts[tier] >= 0.005 else "" for tier in TIERS)
+        cells = (f"{parts[tier]:.0%}" if parts[tier] >= 0.005 else "" for tier in PARTS)
         table.add_row(KIND_NAMES.get(kind, kind), *cells)
     return table

@@ -69,9 +69,10 @@ def test_each_layout_is_one_row_of_eighty_columns(
     assert "…" not in result.stdout
     text = " ".join(result.stdout.split())
     assert "Emulated: predicted from a hardware file, nothing was run." in text
+    assert "2048 tokens of prompt, then 128 of answer, emulated" in lines
     for phase in ("Decode, one sequence, 512 of 4096 tokens", "Prompt, 2048 tokens at once"):
         heading = lines.index(f"{phase}, emulated")
-        rows = lines[heading + 3 : lines.index("", heading) - 1]
+        rows = lines[heading + 3 : lines.index("", heading)]
         rows = [row for row in rows if re.search(r"(cpu|gpu|h2d|disk):\d \d+%$", row)]
         for layout in (*layouts, OURS):
             assert [row for row in rows if row.startswith(layout)], (layout, rows)
@@ -101,12 +102,31 @@ def test_rows_have_the_keys_that_comparisons_have(planned: dict[str, Any]) -> No
     assert {row["phase"] for row in planned["rows"]} == {"decode", "prefill"}
 
 
-def test_ours_is_last_and_never_slower_than_a_layout_by_hand(planned: dict[str, Any]) -> None:
-    for phase in ("decode", "prefill"):
+def test_ours_is_last_and_no_layout_by_hand_serves_a_request_sooner(
+    planned: dict[str, Any],
+) -> None:
+    asked = planned["request"]
+    took: dict[str, float] = {}
+    for phase, tokens in (("decode", "answer_tokens"), ("prefill", "prompt_tokens")):
         rows = [row for row in planned["rows"] if row["phase"] == phase]
-        speeds = [row["predicted_tok_per_s"] for row in rows]
         assert rows[-1]["strategy"] == OURS
-        assert speeds == sorted(speeds)
+        for row in rows:
+            seconds = asked[tokens] / row["predicted_tok_per_s"]
+            took[row["strategy"]] = took.get(row["strategy"], 0.0) + seconds
+    assert list(took.values()) == sorted(took.values(), reverse=True)
+    for row in planned["rows"]:
+        assert row["request_over_ours"] == pytest.approx(took[row["strategy"]] / took[OURS])
+
+
+def test_a_layout_is_the_same_in_both_phases(planned: dict[str, Any]) -> None:
+    """One placement; what is brought to cards may differ."""
+    layouts: dict[str, set[str]] = {}
+    for row in planned["rows"]:
+        layouts.setdefault(row["strategy"], set()).add(row["layout"])
+    assert all(len(names) == 1 for names in layouts.values())
+    experts = planned["plan"]["kinds"]["experts"]
+    assert experts["vram"] + experts["ram"] + experts["disk"] == pytest.approx(1.0)
+    assert experts["brought"] < experts["brought_prefill"] == pytest.approx(1.0 - experts["vram"])
 
 
 def test_where_things_live_adds_up(planned: dict[str, Any]) -> None:

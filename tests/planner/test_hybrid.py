@@ -161,7 +161,7 @@ def test_most_rows_of_a_chunk_choose_every_expert() -> None:
     experts = Load("e", "experts", 0, 20e6, 4 * 4 * 20e6, experts=16, top_k=4)
     chunk = Work("prefill", rows=512)
     question = Question(model(experts), MACHINE, chunk, hit_rate=lambda part: 1.0)
-    step_s = question.times(Plan("", (Site(0.0, 1.0, 1.0),))).step_s
+    step_s = question.times(Plan("", (Site(0.0, 1.0, brought_prefill=1.0),))).step_s
     assert step_s == pytest.approx(16 * 20e6 / 20e9, rel=0.35)  # all of them come over the link
 
 
@@ -180,14 +180,14 @@ def test_demand_counts_keys_and_values_where_they_are() -> None:
     attn = Load("0.attn", "attn", 0, 0.0, 100.0, kv_nbytes_per_token=1000.0)
     whole = model(attn, dense("0.gate_up", 1e9))
     work = Work(max_context=10_000, sequences=2)
-    both = demand(whole, Plan("", (Site(0.25, 0.75), Site(0.5, 0.5, 0.5))), work, 1)
+    both = demand(whole, Plan("", (Site(0.25, 0.75), Site(0.5, 0.5, 0.5))), work, (CARD,))
     assert both.vram[0] == pytest.approx(0.25 * 2e7 + 0.5e9 + STAGE_NBYTES)
     assert both.ram == pytest.approx(1e8 + 0.75 * 2e7 + 0.5e9)
 
 
 def test_what_is_read_ahead_has_room_in_ram() -> None:
     whole = model(dense("a", 1e9))
-    assert demand(whole, Plan("", (Site(0.0, 0.6),)), Work(), 0).ram == pytest.approx(
+    assert demand(whole, Plan("", (Site(0.0, 0.6),)), Work(), ()).ram == pytest.approx(
         1e8 + 0.6e9 + DISK_RING_NBYTES
     )
     small = replace(MACHINE, cards=(), ram_nbytes=4e9 + 1e8 + 0.9e9)
@@ -258,7 +258,7 @@ def test_no_plan_beats_the_bound_by_what_it_gives_the_processor() -> None:
     card = replace(CARD, vram_nbytes=1e9 + 2e9 + STAGE_NBYTES, flops=200e12)
     machine = replace(MACHINE, cards=(card,), cpu_flops=6e12)
     question = Question(model(*loads), machine, Work("prefill", rows=512))
-    plan = Plan("", (ON_CARD, Site(0.0, 1.0, 0.54)) * 40)
+    plan = Plan("", (ON_CARD, Site(0.0, 1.0, brought_prefill=0.54)) * 40)
     assert question.fits(plan)
     bound = hybrid_bounds(question)
     assert bound.resource_s <= bound.path_s <= question.times(plan).step_s
@@ -348,7 +348,7 @@ def test_the_search_is_close_to_the_best_of_all_whole_placements(seed: int) -> N
     nowhere = Spread.nowhere(question.model, 1)
     for choice in itertools.product(*ways):
         spread = Spread([vram for vram, _ in choice], nowhere.over)
-        plan = settle(question, "", spread, [brought for _, brought in choice])
+        plan = settle(question, "", spread, {"decode": [brought for _, brought in choice]})
         if plan is None:
             continue
         if fits(question.model, plan, question.work, question.machine):
@@ -381,7 +381,7 @@ def annealed(question: Question, start: Answer, tries: int) -> float:
             else:
                 moved[index] = random.choice((0.0, 1.0, random.random()))
         changed = Spread(vram, spread.over)
-        plan = settle(question, "", changed, moved)
+        plan = settle(question, "", changed, {"decode": moved})
         if plan is None or not fits(question.model, plan, question.work, question.machine):
             continue
         step_s = question.times(plan).step_s
