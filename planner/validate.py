@@ -248,5 +248,5 @@ def _run_counters(
             f"of step {retired[name] // lengths[name]}"
             for name in stuck
         )
-        slots = ", ".join(f"{each.num_slots} of {name}" for name, each in streams.items())
-        raise InconsistentPrograms(f"deadlock with slots {slots}: {story}")
+        rings = ", ".join(f"{each.num_slots} slots of {name}" for name, each in streams.items())
+        raise InconsistentPrograms(f"deadlock with {rings}: {story}")

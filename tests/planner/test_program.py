@@ -97,7 +97,7 @@ def forget_a_lane(programs: Programs) -> None:
     [
         (drop_disk_wait, "does not wait for block"),
         (drop_barrier, r"does not wait for cpu:0, which has part of 1\.gate_up"),
-        (wait_for_the_future, "deadlock with 6 slots: .*cpu:0 at "),
+        (wait_for_the_future, "deadlock with 6 slots of disk:0: .*cpu:0 at "),
         (wait_for_nobody, "never produced: cpu:1 has"),
         (wait_for_a_gpu, "never produced: gpu:0 has 0"),
         (skip_a_unit, "computes units 1.*expected from 0"),
