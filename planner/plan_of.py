@@ -7,12 +7,11 @@ from itertools import pairwise
 
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.hybrid import Model, Plan, Site
+from shadowlane.planner.hybrid_layouts import PHASES
 from shadowlane.planner.placement import MIN_SLOTS, Placement
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.search import UNDIVIDED
 from shadowlane.planner.sections import Cuts, cuts_of, parted, until_each
-
-PHASES: tuple[Phase, ...] = ("decode", "prefill")
 
 
 def plan_of(catalog: Catalog, placement: Placement, model: Model) -> Plan:
