@@ -1,0 +1,251 @@
+"""A placement over cards in the making: the sections of all groups, and what cards hold of them.
+
+RAM comes after it: `card_placement.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.hybrid import NOTHING, Plan, Site, stage_nbytes
+from shadowlane.planner.hybrid_layouts import PHASES, Question
+from shadowlane.planner.placement import MIN_SLOTS, CardPart, Share, show_nbytes, whole_pages
+from shadowlane.planner.profile import Phase
+from shadowlane.planner.search import UNDIVIDED
+from shadowlane.planner.sections import (
+    Carry,
+    Cuts,
+    Sections,
+    cuts_of,
+    parted,
+    shared_as,
+    until_each,
+)
+
+
+class Draft:
+    """Sections change as rooms are found too small: first those of cards, then those of RAM."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        plan: Plan,
+        question: Question,
+        cards: Sequence[str],
+        budgets: Sequence[int],
+        kv_nbytes: int,
+    ) -> None:
+        """cards: their lanes. budgets: bytes of each. kv_nbytes: of all layers together."""
+        self.catalog = catalog
+        self.cards = cards
+        self.budgets = budgets
+        self.notes: list[str] = []
+        self.cuts = [cuts_of(catalog, group) for group in catalog.groups]
+        attns = sum(1 for group in catalog.groups if group.kind == "attn")
+        self._kv_of_layer = Fraction(kv_nbytes, max(1, attns))
+        self._most_slots = [
+            max(MIN_SLOTS, min(int(stage_nbytes(card)), budget) // catalog.slot_nbytes)
+            for card, budget in zip(question.machine.cards, budgets, strict=True)
+        ]
+        self._able = [MIN_SLOTS * catalog.slot_nbytes <= budget for budget in budgets]
+        self._sites = self._sites_of(plan, question)
+        if any(self.wanted_on_disk(index) for index in range(len(self._sites))):
+            self.bring_alike()
+        self.sections = self._rounded()
+
+    def groups(self) -> Iterator[tuple[Group, Cuts, Sections]]:
+        return zip(self.catalog.groups, self.cuts, self.sections, strict=True)
+
+    def _sites_of(self, plan: Plan, question: Question) -> list[Site]:
+        """The site of each group of the catalog, with as many cards as there are lanes."""
+        count = len(self.cards)
+        loads = question.model.loads
+        named = {load.name: site for load, site in zip(loads, plan.sites, strict=True)}
+        found: list[Site] = []
+        for group in self.catalog.groups:
+            # NOTE: experts on cards begin here: they would be counted by id, not cut by unit.
+            if group.kind == "embed" or group.kind in UNDIVIDED:
+                found.append(Site(0.0, 1.0, over=(0.0,) * count))
+                continue
+            site = named[group.name]
+            if not count:
+                site = Site(0.0, site.ram, over=())
+            elif len(site.over) != count:
+                raise ValueError(f"{group.name} must be shared by {count} cards; got {site.over}")
+            if group.kind == "attn":
+                site = replace(site, brought=0.0, brought_prefill=0.0)
+            found.append(site)
+        return found
+
+    def bring_alike(self) -> None:
+        """What comes off the disk comes in one order, so that all phases have the same shares."""
+        if any(site.brought != site.brought_prefill for site in self._sites):
+            self.notes.append(
+                "prompts have the same shares as single tokens, because weights are read from disk"
+            )
+            self._sites = [replace(site, brought_prefill=site.brought) for site in self._sites]
+
+    def wanted_on_disk(self, index: int) -> float:
+        """The part of one group that the plan leaves only on disk. Of mixtures only experts are."""
+        group, site = self.catalog.groups[index], self._sites[index]
+        if self.catalog.experts or not group.blocks or group.kind == "embed":
+            return 0.0
+        part = 1.0 - site.vram - site.ram
+        return part if part > NOTHING else 0.0
+
+    def _rounded(self) -> list[Sections]:
+        """What the plan wants on cards, rounded, and the rest in RAM."""
+        carry = Carry()
+        found: list[Sections] = []
+        for group, cuts, site in zip(self.catalog.groups, self.cuts, self._sites, strict=True):
+            held = 0
+            if site.vram > 0.0 and site.over:
+                held = carry.round(group.kind, cuts, site.vram * cuts.total, 0, cuts.last)
+            until = until_each(site.over, [True] * len(site.over))
+            ends = parted(cuts, 0, held, until) if held else [0] * len(self.cards)
+            found.append(Sections(ends, cuts.last))
+        return found
+
+    def _brought(self, phase: Phase) -> list[list[int]]:
+        """Per group, the ends of what is brought to each card; the first begins where RAM does."""
+        carry = Carry()
+        found: list[list[int]] = []
+        for (group, cuts, own), site in zip(self.groups(), self._sites, strict=True):
+            first, end = own.on_cards, own.on_cards
+            part = site.brought_in(phase)
+            until: list[float] = []
+            if part > 0.0:
+                sums = shared_as(cuts, own, site.over)
+                over = [later - sooner for sooner, later in pairwise((0.0, *sums))]
+                until = until_each(over, self._able)
+            if until:
+                before = cuts.nbytes[first]
+                wanted = before + part * (cuts.total - before)
+                end = carry.round(group.kind, cuts, wanted, first, own.ram)
+            found.append(parted(cuts, first, end, until) if until else [first] * len(self.cards))
+        return found
+
+    def _sweeps(self, phase: Phase) -> list[list[int]]:
+        """Per card, the blocks that come over its link, in the order of their use."""
+        sweeps: list[list[int]] = [[] for _ in self.cards]
+        brought = self._brought(phase)
+        for (group, cuts, own), ends in zip(self.groups(), brought, strict=True):
+            start = own.on_cards
+            for card, end in enumerate(ends):
+                sweeps[card] += group.blocks[cuts.blocks[start] : cuts.blocks[end]]
+                start = end
+        return sweeps
+
+    def _slots(self) -> list[int]:
+        """Of each card's ring: enough for what comes in any phase, as far as there is room."""
+        by_phase = [self._sweeps(phase) for phase in PHASES]
+        longest = [max(map(len, sweeps)) for sweeps in zip(*by_phase, strict=True)]
+        return [
+            max(MIN_SLOTS, min(most, length)) if length else 0
+            for most, length in zip(self._most_slots, longest, strict=True)
+        ]
+
+    def fit_cards(self) -> None:
+        """Take from the end of the model what a card has no room for."""
+        taken = [0] * len(self.cards)
+        while True:
+            slots = self._slots()
+            again = False
+            for card, budget in enumerate(self.budgets):
+                room = budget - slots[card] * self.catalog.slot_nbytes
+                weights, kv = self.held(card)
+                index = len(self.cuts) - 1
+                while weights + whole_pages(up(kv)) > room:
+                    own = self.sections[index]
+                    if own.ends[card] == own.start(card):
+                        index -= 1
+                        continue
+                    before, kv_before = self._held_of(index, card)
+                    for later in range(card, len(own.ends)):  # those keep as many blocks
+                        own.ends[later] -= 1
+                    after, kv_after = self._held_of(index, card)
+                    weights, kv = weights + after - before, kv + kv_after - kv_before
+                    taken[card] += before - after + up(kv_before - kv_after)
+                    again = True
+            if not again:
+                break
+        for lane, nbytes in zip(self.cards, taken, strict=True):
+            if nbytes:
+                self.notes.append(
+                    f"{show_nbytes(nbytes)} of what was planned for {lane} do not fit it"
+                )
+
+    def held(self, card: int) -> tuple[int, Fraction]:
+        """Bytes of weights and of keys and values on a card."""
+        each = [self._held_of(index, card) for index in range(len(self.cuts))]
+        return sum(weights for weights, _ in each), sum((kv for _, kv in each), Fraction(0))
+
+    def _held_of(self, index: int, card: int) -> tuple[int, Fraction]:
+        own, cuts = self.sections[index], self.cuts[index]
+        start, end = own.start(card), own.ends[card]
+        if self.catalog.groups[index].kind == "attn":
+            return 0, self._kv_of_layer * Fraction(end - start, cuts.last)
+        return cuts.held_nbytes[end] - cuts.held_nbytes[start], Fraction(0)
+
+    def on_cards(self) -> set[int]:
+        """Blocks that live on any card."""
+        return {
+            index
+            for group, cuts, own in self.groups()
+            for index in group.blocks[: cuts.blocks[own.on_cards]]
+        }
+
+    def card_parts(self) -> tuple[CardPart, ...]:
+        slots = self._slots()
+        decode, prefill = (self._sweeps(phase) for phase in PHASES)
+        found: list[CardPart] = []
+        for card, lane in enumerate(self.cards):
+            weights, kv = self.held(card)
+            resident = [
+                index
+                for group, cuts, own in self.groups()
+                for index in group.blocks[
+                    cuts.blocks[own.start(card)] : cuts.blocks[own.ends[card]]
+                ]
+            ]
+            found.append(
+                CardPart(
+                    lane=lane,
+                    resident=tuple(resident),
+                    decode_sweep=tuple(decode[card]),
+                    prefill_sweep=tuple(prefill[card]),
+                    num_slots=slots[card],
+                    slot_nbytes=self.catalog.slot_nbytes,
+                    budget=self.budgets[card],
+                    weights_nbytes=weights,
+                    slots_nbytes=slots[card] * self.catalog.slot_nbytes,
+                    kv_nbytes=whole_pages(up(kv)),
+                )
+            )
+        return tuple(found)
+
+    def shares(self, processor: str, phase: Phase) -> dict[str, tuple[Share, ...]]:
+        """What lives on cards, then what comes to them, then the processor's part, group by group.
+
+        What comes is a share of its own beside what lives on the same card: only it waits.
+        """
+        brought = self._brought(phase)
+        shares: dict[str, tuple[Share, ...]] = {}
+        for (group, cuts, own), ends in zip(self.groups(), brought, strict=True):
+            parts: list[Share] = []
+            start = 0
+            lanes = [*self.cards, *self.cards, processor]
+            for lane, end in zip(lanes, [*own.ends, *ends, cuts.last], strict=True):
+                if end > start:
+                    parts.append(Share(lane, cuts.units[start], cuts.units[end]))
+                    start = end
+            shares[group.name] = tuple(parts)
+        return shares
+
+
+def up(nbytes: Fraction) -> int:
+    return -(-nbytes.numerator // nbytes.denominator)

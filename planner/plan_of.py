@@ -1,0 +1,160 @@
+"""The plan that an exact placement is: which parts of groups its blocks and units come to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.hybrid import Model, Plan, Site
+from shadowlane.planner.hybrid_layouts import PHASES
+from shadowlane.planner.placement import MIN_SLOTS, Placement
+from shadowlane.planner.profile import Phase
+from shadowlane.planner.search import UNDIVIDED
+from shadowlane.planner.sections import Cuts, cuts_of, parted, until_each
+
+
+def plan_of(catalog: Catalog, placement: Placement, model: Model) -> Plan:
+    """Parts are of bytes, of attention of KV heads; `place_on_cards` makes `placement` of it again.
+
+    What is in RAM and on a card counts as on the card.
+    """
+    card_of = {index: card for card, part in enumerate(placement.cards) for index in part.resident}
+    brought = {
+        phase: {
+            index: card
+            for card, part in enumerate(placement.cards)
+            for index in part.stream(phase).sweep
+        }
+        for phase in PHASES
+    }
+    groups = {group.name: group for group in catalog.groups}
+    sites: list[Site] = []
+    for load in model.loads:
+        group = groups[load.name]
+        if group.kind == "attn":
+            sites.append(_attention(group, placement))
+        elif group.kind in UNDIVIDED:
+            experts = catalog.experts if group.kind == "experts" else None
+            kept = placement.expert_slots / experts.total if experts else 1.0
+            sites.append(Site(0.0, kept, over=_nobody(placement)))
+        else:
+            sites.append(_weights(catalog, group, placement, card_of, brought))
+    return Plan(placement.strategy, tuple(sites))
+
+
+def _nobody(placement: Placement) -> tuple[float, ...]:
+    return (1.0, *(0.0 for _ in placement.cards[1:]))
+
+
+def _attention(group: Group, placement: Placement) -> Site:
+    heads = [0] * len(placement.cards)
+    lanes = {part.lane: card for card, part in enumerate(placement.cards)}
+    for lane, first, last in placement.shares[group.name]:
+        if lane in lanes:
+            heads[lanes[lane]] += last - first
+    total = sum(heads)
+    over = tuple(each / total for each in heads) if total else _nobody(placement)
+    return Site(total / group.units, 1.0 - total / group.units, over=over)
+
+
+def _weights(
+    catalog: Catalog,
+    group: Group,
+    placement: Placement,
+    card_of: dict[int, int],
+    brought: dict[Phase, dict[int, int]],
+) -> Site:
+    sizes = {index: catalog.blocks[index].nbytes for index in group.blocks}
+    total = sum(sizes.values())
+    off = [index for index in group.blocks if index not in card_of]
+    off_nbytes = sum(sizes[index] for index in off)
+    in_ram = sum(sizes[index] for index in off if placement.resident[index])
+    parts = [
+        sum(sizes[index] for index in off if index in each) / off_nbytes if off else 0.0
+        for each in brought.values()
+    ]
+    return Site(
+        vram=(total - off_nbytes) / total,
+        ram=in_ram / total,
+        brought=parts[0],
+        over=_over(catalog, group, placement, card_of, list(brought.values())),
+        brought_prefill=parts[1],
+    )
+
+
+def _over(
+    catalog: Catalog,
+    group: Group,
+    placement: Placement,
+    card_of: dict[int, int],
+    brought: Sequence[dict[int, int]],
+) -> tuple[float, ...]:
+    """How cards share the group.
+
+    What lives on them and what is brought were rounded apart, so that they are not shared alike to
+    the byte. What is sought is shared as what lives there, or else as what is brought, or else in
+    some way between, of which all of them come by rounding.
+    """
+    count = len(placement.cards)
+    if count < 2:
+        return _nobody(placement)
+    cuts = cuts_of(catalog, group)
+    able = [MIN_SLOTS * part.slot_nbytes <= part.budget for part in placement.cards]
+    first = sum(index in card_of for index in group.blocks)
+    found = [(0, _ends(group, cuts, 0, card_of, count))]
+    found += [
+        (cuts.blocks.index(first), _ends(group, cuts, first, each, count)) for each in brought
+    ]
+    found = [(low, ends) for low, ends in found if ends[-1] > low]
+
+    def is_kept(until: Sequence[float], *, low: int, ends: list[int], is_home: bool) -> bool:
+        if not is_home:
+            until = until_each(_differences(until), able)
+        return bool(until) and parted(cuts, low, ends[-1], until) == ends
+
+    candidates = [[_part(cuts, low, ends[-1], end) for end in ends] for low, ends in found]
+    candidates += _between(cuts, found, count)
+    for until in candidates:
+        if all(
+            is_kept(until, low=low, ends=ends, is_home=low == 0 and bool(first))
+            for low, ends in found
+        ):
+            return tuple(_differences(until))
+    return tuple(_differences(candidates[0])) if found else _nobody(placement)
+
+
+def _ends(group: Group, cuts: Cuts, first: int, card_of: dict[int, int], count: int) -> list[int]:
+    """Places of the cuts at which each card's blocks end, which begin with block `first`."""
+    ends: list[int] = []
+    for card in range(count):
+        first += sum(card_of.get(index) == card for index in group.blocks)
+        ends.append(cuts.blocks.index(first))
+    return ends
+
+
+def _part(cuts: Cuts, low: int, high: int, place: int) -> float:
+    base = cuts.nbytes[low]
+    return (cuts.nbytes[place] - base) / (cuts.nbytes[high] - base)
+
+
+def _differences(until: Sequence[float]) -> list[float]:
+    return [later - sooner for sooner, later in pairwise((0.0, *until))]
+
+
+def _between(
+    cuts: Cuts, found: Sequence[tuple[int, list[int]]], count: int
+) -> Iterator[list[float]]:
+    """In the middle of what rounds to all of the sections, card by card."""
+    until: list[float] = []
+    for card in range(count - 1):
+        least, most = 0.0, 1.0
+        for low, ends in found:
+            end, high = ends[card], ends[-1]
+            here = _part(cuts, low, high, end)
+            if end > low:
+                least = max(least, (_part(cuts, low, high, end - 1) + here) / 2)
+            if end < high:
+                most = min(most, (here + _part(cuts, low, high, end + 1)) / 2)
+        until.append(max((least + most) / 2, until[-1] if until else 0.0))
+    yield [*until, 1.0]
