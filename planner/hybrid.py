@@ -10,7 +10,7 @@ same time, so a part between 0 and 1 is a split by rows. Experts are counted ins
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shadowlane.planner.catalog import Catalog, GroupKind
@@ -19,7 +19,8 @@ from shadowlane.planner.hit_rate import assumed, interpolate
 from shadowlane.planner.profile import Phase
 
 ACTIVATION_NBYTES = 2  # of an element that crosses the link
-STAGE_NBYTES = 256e6  # room on a card for what is brought there, in pieces of a few MiB
+STAGE_NBYTES = 256e6  # most room on a card for what is brought there, in pieces of a few MiB
+STAGE_PART = 8  # and at most this part of its memory
 DISK_RING_NBYTES = 256e6  # room in RAM for what is read ahead, where anything is only on disk
 
 NOTHING = 1e-9  # a part that is none but for rounding
@@ -159,19 +160,19 @@ class Demand:
     ram: float  # with the ring for what is only on disk
 
 
-def demand(model: Model, plan: Plan, work: Work, cards: int) -> Demand:
-    vram = [0.0] * cards
-    brings = [False] * cards
+def demand(model: Model, plan: Plan, work: Work, cards: Sequence[Card]) -> Demand:
+    vram = [0.0] * len(cards)
+    brings = [False] * len(cards)
     ram = model.fixed_ram_nbytes
     reads = False
     for load, site in zip(model.loads, plan.sites, strict=True):
         kv = kv_nbytes(load, work)
         ram += load.whole_nbytes * site.ram + kv * (1.0 - site.vram)
         reads |= load.nbytes > 0.0 and site.vram + site.ram < 1.0 - NOTHING
-        for card, part in enumerate(site.over[:cards]):
+        for card, part in enumerate(site.over[: len(cards)]):
             vram[card] += (load.whole_nbytes + kv) * site.vram * part
             brings[card] |= max(site.brought, site.brought_prefill) * part > 0.0
-    stages = (STAGE_NBYTES if each else 0.0 for each in brings)
+    stages = (stage_nbytes(card) if each else 0.0 for card, each in zip(cards, brings, strict=True))
     ram += DISK_RING_NBYTES if reads else 0.0
     return Demand(tuple(have + stage for have, stage in zip(vram, stages, strict=True)), ram)
 
@@ -181,12 +182,22 @@ def kv_nbytes(load: Load, work: Work) -> float:
     return load.kv_nbytes_per_token * work.max_context * work.sequences
 
 
+def held_kv_nbytes(load: Load, work: Work) -> float:
+    """Of the keys and values of one load, those that are there by now."""
+    return load.kv_nbytes_per_token * work.context * work.sequences
+
+
 def fits(model: Model, plan: Plan, work: Work, machine: Hardware, state: Conditions = CALM) -> bool:
-    need = demand(model, plan, work, len(machine.cards))
+    need = demand(model, plan, work, machine.cards)
     for card, nbytes in zip(machine.cards, need.vram, strict=True):
         if nbytes > vram_room(card, state) * (1 + 1e-9):
             return False
     return need.ram <= ram_room(machine, state) * (1 + 1e-9)
+
+
+def stage_nbytes(card: Card) -> float:
+    """Room on a card for what is brought there, where anything is."""
+    return min(STAGE_NBYTES, card.vram_nbytes / STAGE_PART)
 
 
 def vram_room(card: Card, state: Conditions = CALM) -> float:

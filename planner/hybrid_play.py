@@ -19,7 +19,6 @@ from shadowlane.planner.hit_rate import expected_distinct
 from shadowlane.planner.hybrid import (
     DISK_RING_NBYTES,
     NOTHING,
-    STAGE_NBYTES,
     HitRate,
     Load,
     Model,
@@ -27,6 +26,7 @@ from shadowlane.planner.hybrid import (
     Site,
     Work,
     rows_of,
+    stage_nbytes,
 )
 
 LAST_PART = 0.25  # of a side's time that is left when the last of what was brought has come
@@ -175,7 +175,10 @@ def _pass(
     if max(rest_s, links_s) >= worth_s:
         return Times(max(rest_s, links_s), busy), moved_nbytes
 
-    links = [_Ring(STAGE_NBYTES, brought[card], busy[f"h2d:{card}"]) for card in cards]
+    links = [
+        _Ring(stage_nbytes(card), brought[index], busy[f"h2d:{index}"])
+        for index, card in enumerate(rates.cards)
+    ]
     disk = _Ring(DISK_RING_NBYTES, read_nbytes, busy["disk:0"])
     is_decode = work.phase == "decode"
     ready = list(hops[0])  # when the activation is at each side

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowlane.planner.catalog import GroupKind
-from shadowlane.planner.hybrid import STAGE_NBYTES, Load, Model, Plan, Site, kv_nbytes
+from shadowlane.planner.hybrid import Load, Model, Plan, Site, kv_nbytes, stage_nbytes
 from shadowlane.planner.hybrid_layouts import (
     Answer,
     Question,
@@ -185,7 +185,7 @@ def balance(question: Question) -> list[float]:
 def _streamed(question: Question, plans: Sequence[Plan]) -> Iterator[Plan]:
     """The same with room for what is brought, and all that prompts can have brought."""
     for plan in plans:
-        spread = shrunk(question, Spread.of(plan), STAGE_NBYTES)
+        spread = shrunk(question, Spread.of(plan))
         smaller = settle(question, plan.name, spread)
         if smaller is not None:
             found = streamed(question, smaller, f"{plan.name}, prompts streamed", ["prefill"])
@@ -198,7 +198,7 @@ def bring(question: Question, start: Answer, best: Answer) -> Answer:
 
     Where things live is the same in all phases, so that each chooses for itself what it brings.
     """
-    spread = shrunk(question, Spread.of(start.plan), STAGE_NBYTES)
+    spread = shrunk(question, Spread.of(start.plan))
     brought = brought_of(start.plan)
     name = start.plan.name.removesuffix(", prompts streamed")
     plan: Plan | None = None
@@ -252,9 +252,12 @@ def _groups_brought(model: Model, vram: Sequence[float], part: float) -> list[fl
     return brought
 
 
-def shrunk(question: Question, spread: Spread, spare_nbytes: float) -> Spread:
-    """The same parts less what has to go, from the end, to leave so much free on each card."""
-    left = [each - spare_nbytes for each in free_nbytes(question, spread)]
+def shrunk(question: Question, spread: Spread, *, brings: bool = True) -> Spread:
+    """The same parts less what has to go, from the end, for cards to have room.
+
+    brings: room for a stage, too.
+    """
+    left = _beside_stages(question, spread) if brings else free_nbytes(question, spread)
     vram = list(spread.vram)
     for index in range(len(vram) - 1, -1, -1):
         load = question.model.loads[index]
@@ -303,9 +306,9 @@ def refine(question: Question, best: Answer, tries: int, using: Collection[str])
         else:  # room on cards goes from one load to another, or is used where it is free
             freed = spread.vram[other] if what != 2 and one != other else 0.0
             spread.vram[other] -= freed
-            spare = STAGE_NBYTES if any(map(any, brought.values())) else 0.0
+            free = _beside_stages if any(map(any, brought.values())) else free_nbytes
             for index in (one, other):
-                room = _room_for(question, spread, index, spare)
+                room = _room_for(free(question, spread), spread, index)
                 grown = min(1.0 - spread.vram[index], room / loads[index].nbytes)
                 if not may_split and grown < 1.0 - spread.vram[index]:
                     grown = 0.0
@@ -319,14 +322,14 @@ def _refined(name: str) -> str:
     return name if name.endswith(", refined") else f"{name}, refined"
 
 
-def _room_for(question: Question, spread: Spread, index: int, spare_nbytes: float) -> float:
+def _room_for(free: Sequence[float], spread: Spread, index: int) -> float:
     """Bytes of one load that its cards still have room for."""
+    over = spread.over[index]
+    return max(0.0, min(have / part for have, part in zip(free, over, strict=True) if part))
+
+
+def _beside_stages(question: Question, spread: Spread) -> list[float]:
+    """`free_nbytes` less what is brought takes up on each card."""
     free = free_nbytes(question, spread)
-    return max(
-        0.0,
-        min(
-            (have - spare_nbytes) / part
-            for have, part in zip(free, spread.over[index], strict=True)
-            if part
-        ),
-    )
+    cards = question.machine.cards
+    return [have - stage_nbytes(card) for have, card in zip(free, cards, strict=True)]

@@ -78,7 +78,7 @@ def what_if(
         raise TooLarge(f"{error}: {_what_is_short(question)}") from None
     plan = best.plan
     planning_s = time.perf_counter() - began
-    need = demand(model, plan, work, len(machine.cards))
+    need = demand(model, plan, work, machine.cards)
     return {
         "model": name,
         "hardware": machine.name,
