@@ -21,7 +21,7 @@ from shadowlane.planner.hardware import CALM, Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Plan, Prompts, Work
 from shadowlane.planner.hybrid_layouts import Question, Spread, brought_of, settle
 from shadowlane.planner.hybrid_moves import Moves, moves
-from shadowlane.planner.hybrid_play import LEAST_DRAM_PART
+from shadowlane.planner.hybrid_play import beside_cores, port_left
 from shadowlane.planner.hybrid_search import search, shrunk
 
 FASTEST, SLOWEST = 4.0, 0.05  # factors on a file's rates that are believed
@@ -245,17 +245,18 @@ class HybridShadow:
         if factor == 1.0:
             return
         machine, stated = self.machine, self._file
-        beside = sum(
+        brought = sum(
             now.busy_s[f"h2d:{index}"] * card.h2d_bytes_per_s
             for index, card in enumerate(machine.cards)
         )
-        beside = (beside + 2.0 * now.busy_s["disk:0"] * machine.disk_bytes_per_s) / now.seconds
+        read = now.busy_s["disk:0"] * machine.disk_bytes_per_s
+        beside = beside_cores(brought, read) / now.seconds
         cores, port, flops = (
             machine.cpu_bytes_per_s,
             machine.dram_bytes_per_s,
             machine.cpu_flops,
         )
-        reached = min(cores, max(port - beside, port * LEAST_DRAM_PART)) * factor
+        reached = min(cores, port_left(port, beside)) * factor
         if factor < 1.0 and beside and is_fresh:
             port = reached + beside
         else:

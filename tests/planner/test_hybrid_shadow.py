@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
+
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hybrid import Load, Model, Plan, Work, fits
 from shadowlane.planner.hybrid_layouts import Question
@@ -173,3 +175,22 @@ def test_longer_contexts_are_planned_for_when_they_come() -> None:
     it.handle(WorkChanged(grown))
     assert fits(model, it.plan, grown, MACHINE)
     assert it.question.work == grown
+
+
+def test_what_is_learned_of_the_port_predicts_what_was_measured() -> None:
+    """The disk writes beside the cores: once, for who predicts as for who learns."""
+    narrow = replace(MACHINE, cards=(), ram_nbytes=4e9 + 7.5e9)
+    narrow = replace(narrow, cpu_bytes_per_s=30e9, dram_bytes_per_s=33e9)
+    it = HybridShadow(MODEL, narrow, WORK)
+    assert really_on(narrow, it.plan).busy_s["disk:0"] > 0.1
+    true = replace(narrow, dram_bytes_per_s=31e9)
+    for _ in range(6):
+        it.handle(really_on(true, it.plan))
+    assert it.machine.dram_bytes_per_s == pytest.approx(31e9, rel=0.02)
+    learned = it.question.times(it.plan).busy_s["cpu:0"]
+    assert learned == pytest.approx(really_on(true, it.plan).busy_s["cpu:0"], rel=0.01)
+
+
+def really_on(machine: Hardware, plan: Plan) -> StepMeasured:
+    times = Question(MODEL, machine, WORK).times(plan)
+    return StepMeasured(times.step_s, times.busy_s)
