@@ -303,8 +303,9 @@ class _Step:
         is_decode = work.phase == "decode"
         flops = load.flops_per_row * rows_of(load, work)
         if load.kind == "attn":
-            kv = load.kv_nbytes_per_token * work.context * (work.sequences if is_decode else 1)
-            flops *= work.context
+            tokens = load.attended(work.context)
+            kv = load.kv_nbytes_per_token * tokens * (work.sequences if is_decode else 1)
+            flops *= tokens
             off = 1.0 - site.vram
             return _Parts(kv * site.vram, 0.0, flops * site.vram, kv * off, flops * off, 0.0, False)
         if not load.experts:

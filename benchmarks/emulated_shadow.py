@@ -26,7 +26,7 @@ from typing import Any
 
 from shadowlane.actors.emulation import Hidden, World, true_machine
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
-from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, assumed_hits, model_of
+from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, assumed_hits
 from shadowlane.planner.hybrid_layouts import Question, by_hand
 from shadowlane.planner.hybrid_moves import Moves, moves
 from shadowlane.planner.hybrid_search import MECHANISMS, search
@@ -36,7 +36,7 @@ from shadowlane.planner.hybrid_shadow import (
     MemoryTaken,
     Move,
 )
-from shadowlane.shapes import load_hardware, shape_catalog
+from shadowlane.shapes import load_hardware, shape_model
 
 ROOT = Path(__file__).resolve().parent.parent
 STRETCH = 150  # steps
@@ -224,7 +224,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     for name in asked.models:
-        model = model_of(shape_catalog(name), name)
+        model = shape_model(name)
         hit_rate = assumed_hits(model)
         for file in asked.machines:
             machine = load_hardware(ROOT / "examples" / "hardware" / f"{file}.yaml")

@@ -168,7 +168,14 @@ def _pass(
     known: dict[tuple[object, ...], _Price] = {}  # layers repeat
     prices: list[_Price] = []
     for load, site in zip(model.loads, plan.sites, strict=True):
-        key = (load.kind, load.nbytes, load.flops_per_row, load.kv_nbytes_per_token, site)
+        key = (
+            load.kind,
+            load.nbytes,
+            load.flops_per_row,
+            load.kv_nbytes_per_token,
+            load.window,
+            site,
+        )
         if key not in known:
             known[key] = _price(load, site, work, rates, hit_rate)
         prices.append(known[key])
@@ -259,8 +266,9 @@ def _price(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: HitRate)
     flops = load.flops_per_row * rows_of(load, work)
     nbytes = load.nbytes
     if load.kind == "attn":
-        flops *= work.context
-        nbytes = load.kv_nbytes_per_token * work.context * (work.sequences if is_decode else 1)
+        tokens = load.attended(work.context)
+        flops *= tokens
+        nbytes = load.kv_nbytes_per_token * tokens * (work.sequences if is_decode else 1)
     brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought_in(work.phase)
     on_cards = site.vram + brought
     on_disk = 1.0 - site.vram - site.ram if load.nbytes else 0.0
