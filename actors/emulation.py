@@ -28,6 +28,7 @@ from shadowlane.planner.hybrid import (
     rows_of,
     stage_nbytes,
 )
+from shadowlane.planner.hybrid_moves import Moves
 from shadowlane.planner.hybrid_shadow import StepMeasured
 
 CHUNK_NBYTES = 4e6  # of what links bring
@@ -36,7 +37,7 @@ READ_S = 1e-4  # before a read on demand begins
 LEAST_PART = 0.15  # of the DRAM port that cores get, however busy it is
 JITTER = 0.02  # standard deviation of each duration, as a part of it
 CORE_OFF_S = 4e-3  # how long a core is taken away at a time
-MOVE_PART = 0.25  # of a step that links give to a background move if nothing is left over
+MOVE_PART = 0.25  # of a step that lanes give to a background move if nothing is left over
 WARM_AFTER_S = 30.0
 WARM_LOSES = 0.06  # of a card's rate, once warm
 
@@ -104,24 +105,44 @@ class World:
         self._random = Random(seed)
         self._card_busy_s = 0.0
 
-    def step(self, plan: Plan, work: Work, moving_nbytes: float = 0.0) -> StepMeasured:
+    def step(self, plan: Plan, work: Work, moving: Moves | None = None) -> StepMeasured:
         """One step of `plan`; the clock goes on.
 
-        moving_nbytes: what is still to be moved to cards in the background, over what links have
-        left beside the step, or a part of the step where they have nothing left.
+        moving: what is still to be moved in the background, over what links and disk have left
+        beside the step, or a part of the step where they have nothing left. All lanes of a move get
+        on alike.
         """
         run = _Step(self, plan, work)
         seconds = run.play()
-        rate = sum(card.h2d_bytes_per_s for card in self.machine.cards) * self.state.link
-        busy_s = max(run.busy[name] for name in run.links)
-        moved = min(moving_nbytes, max(0.0, seconds - busy_s) * rate)
-        if moved < moving_nbytes:  # a move never starves: it gets a part of every step
-            more = min(moving_nbytes - moved, seconds * MOVE_PART * rate)
-            seconds += more / rate
-            moved += more
+        part = 0.0
+        if moving is not None:
+            needs = {lane: nbytes / self.rate(lane) for lane, nbytes in moving.lanes().items()}
+            left = {lane: max(0.0, seconds - run.busy.get(lane, 0.0)) for lane in needs}
+            part = min(1.0, *(left[lane] / need for lane, need in needs.items() if need))
+            if part < 1.0:  # a move never starves: it gets a part of every step
+                longest_s = max(needs.values())
+                more = min(1.0 - part, seconds * MOVE_PART / longest_s)
+                seconds += more * longest_s
+                part += more
         self._card_busy_s += max((run.busy[name] for name in run.cards), default=0.0)
         self.now_s += seconds
-        return StepMeasured(seconds, run.busy, moved)
+        return StepMeasured(seconds, run.busy, part * moving.nbytes if moving else 0.0)
+
+    def wait_for(self, moving: Moves) -> float:
+        """Seconds that a step waits until all of it has been moved; the clock goes on."""
+        seconds = self.jitter() * max(
+            nbytes / self.rate(lane) for lane, nbytes in moving.lanes().items()
+        )
+        self.now_s += seconds
+        return seconds
+
+    def rate(self, lane: str) -> float:
+        """Bytes per second of a link or the disk, as they are now."""
+        kind, _, index = lane.partition(":")
+        if kind == "disk":
+            return self.machine.disk_bytes_per_s * self.state.disk
+        card = self.machine.cards[int(index)]
+        return (card.h2d_bytes_per_s if kind == "h2d" else card.d2h_bytes_per_s) * self.state.link
 
     def jitter(self) -> float:
         return max(0.5, self._random.gauss(1.0, JITTER))
@@ -282,8 +303,9 @@ class _Step:
         is_decode = work.phase == "decode"
         flops = load.flops_per_row * rows_of(load, work)
         if load.kind == "attn":
-            kv = load.kv_nbytes_per_token * work.context * (work.sequences if is_decode else 1)
-            flops *= work.context
+            tokens = load.attended(work.context)
+            kv = load.kv_nbytes_per_token * tokens * (work.sequences if is_decode else 1)
+            flops *= tokens
             off = 1.0 - site.vram
             return _Parts(kv * site.vram, 0.0, flops * site.vram, kv * off, flops * off, 0.0, False)
         if not load.experts:

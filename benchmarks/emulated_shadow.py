@@ -3,9 +3,9 @@
 The world follows another law than the planner (`actors/emulation.py`), and its rates are off from
 the hardware file by hidden factors drawn from a seed. Four run through the same steps: the best
 layout by hand for the file's figures; our plan for them, kept; the same with the shadow; and a
-clairvoyant who knows the hidden factors and the schedule and has the best plan of each stretch at
-once. "Recovered" is the part of the loss of the kept plan against the clairvoyant that the shadow
-gets back.
+clairvoyant who knows the hidden factors and goes over to the best plan of each stretch as it
+begins, its moves included. "Recovered" is the part of the loss of the kept plan against the
+clairvoyant that the shadow gets back.
 
     python benchmarks/emulated_shadow.py --models qwen2.5-32b --machines rtx-3080-laptop-8gb
 
@@ -26,15 +26,17 @@ from typing import Any
 
 from shadowlane.actors.emulation import Hidden, World, true_machine
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
-from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, assumed_hits, model_of
+from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, assumed_hits
 from shadowlane.planner.hybrid_layouts import Question, by_hand
+from shadowlane.planner.hybrid_moves import Moves, moves
 from shadowlane.planner.hybrid_search import MECHANISMS, search
 from shadowlane.planner.hybrid_shadow import (
     Explained,
     HybridShadow,
     MemoryTaken,
+    Move,
 )
-from shadowlane.shapes import load_hardware, shape_catalog
+from shadowlane.shapes import load_hardware, shape_model
 
 ROOT = Path(__file__).resolve().parent.parent
 STRETCH = 150  # steps
@@ -70,30 +72,65 @@ def run(
     plan_of: Callable[[int], Plan],
     shadow: HybridShadow | None = None,
 ) -> Run:
-    """All stretches in `world`; `plan_of` says which plan a stretch begins with."""
+    """All stretches in `world`; `plan_of` says which plan is wanted in each."""
     total, replans, moved = 0.0, 0, 0.0
     pace: list[float] = []
     told: list[Explained] = []
+    mover = Mover(world, work, plan_of(0))
     for index, now in enumerate(stretches(state)):
-        if shadow is not None and now.vram_taken_nbytes != world.state.vram_taken_nbytes:
-            shadow.handle(MemoryTaken(now.vram_taken_nbytes))
+        is_taken = now.vram_taken_nbytes != world.state.vram_taken_nbytes
         world.state = now
+        if shadow is None:
+            total += mover.want(plan_of(index))
+        elif is_taken:
+            for command in shadow.handle(MemoryTaken(now.vram_taken_nbytes)):
+                if isinstance(command, Move) and command.is_urgent:
+                    total += world.wait_for(command.moves)
+                    moved += command.moves.nbytes
         steps: list[float] = []
         for _ in range(STRETCH):
-            plan = shadow.plan if shadow is not None else plan_of(index)
-            moving = shadow.moving_nbytes if shadow is not None else 0.0
-            measured = world.step(plan, work, moving)
+            if shadow is None:
+                steps.append(mover.step())
+                continue
+            measured = world.step(shadow.plan, work, shadow.moving)
             steps.append(measured.seconds)
             moved += measured.moved_nbytes
-            if shadow is not None:
-                explained = [
-                    each for each in shadow.handle(measured) if isinstance(each, Explained)
-                ]
-                told += explained
-                replans += len(explained)
+            explained = [each for each in shadow.handle(measured) if isinstance(each, Explained)]
+            told += explained
+            replans += len(explained)
         total += sum(steps)
         pace.append(median(steps[SETTLED:]))
     return Run(total, tuple(pace), replans, moved, tuple(told))
+
+
+class Mover:
+    """Goes from plan to plan as a shadow would have to, told which."""
+
+    def __init__(self, world: World, work: Work, plan: Plan) -> None:
+        self._world, self._work = world, work
+        self._plan = self._wanted = plan
+        self._moving: Moves | None = None
+
+    def want(self, plan: Plan) -> float:
+        """From now on. Seconds that the next step waits, where the plan before has no room left."""
+        world = self._world
+        question = Question(world.model, world.machine, self._work, world.state, world.hit_rate)
+        self._wanted = plan
+        needed = moves(question, self._plan, plan)
+        self._moving = needed if needed.nbytes else None
+        if self._moving is None or question.fits(self._plan):
+            return 0.0
+        self._moving = None
+        return world.wait_for(needed)
+
+    def step(self) -> float:
+        if self._moving is None:
+            self._plan = self._wanted
+        measured = self._world.step(self._plan, self._work, self._moving)
+        if self._moving is not None:
+            left = 1.0 - measured.moved_nbytes / self._moving.nbytes
+            self._moving = self._moving.part(left) if left > 1e-9 else None
+        return measured.seconds
 
 
 def clairvoyant(world: World, question: Question) -> Plan:
@@ -187,7 +224,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     for name in asked.models:
-        model = model_of(shape_catalog(name), name)
+        model = shape_model(name)
         hit_rate = assumed_hits(model)
         for file in asked.machines:
             machine = load_hardware(ROOT / "examples" / "hardware" / f"{file}.yaml")

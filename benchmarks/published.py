@@ -19,9 +19,9 @@ import yaml
 
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
-from shadowlane.planner.hybrid import Load, Model, Plan, Site, Work, model_of
+from shadowlane.planner.hybrid import Load, Model, Plan, Site, Work
 from shadowlane.planner.hybrid_play import play
-from shadowlane.shapes import shape_catalog
+from shadowlane.shapes import shape_model
 
 DATA = Path(__file__).resolve().parent / "data" / "llama_bench.yaml"
 ENOUGH = 1e15  # room, or a rate that a point does not depend on
@@ -106,7 +106,7 @@ def read_points() -> list[Point]:
 def model_named(name: str) -> Model:
     """A model in its published format: all weights, or experts, scaled to the size of the file."""
     entry = data()["models"][name]
-    model = model_of(shape_catalog(entry["shape"], layouts=entry.get("layouts")), name)
+    model = replace(shape_model(entry["shape"], layouts=entry.get("layouts")), name=name)
     if "gib" not in entry:
         return model
     is_mixture = any(load.experts for load in model.loads)

@@ -31,13 +31,13 @@ from typing import Any
 import numpy as np
 
 from shadowlane.planner.hardware import Hardware
-from shadowlane.planner.hybrid import HitRate, Model, Work, assumed_hits, model_of
+from shadowlane.planner.hybrid import HitRate, Model, Work, assumed_hits
 from shadowlane.planner.hybrid_layouts import Question, TooLarge, by_hand
 from shadowlane.planner.hybrid_search import MECHANISMS, search
 from shadowlane.planner.routing import Trace
 from shadowlane.planner.routing_files import read_trace
 from shadowlane.planner.scenarios import SCENARIOS, evaluate
-from shadowlane.shapes import load_hardware, longest_context, shape_catalog
+from shadowlane.shapes import load_hardware, longest_context, shape_model
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = (
@@ -59,7 +59,7 @@ LEAST = 0.01  # that is worth a figure
 def model_named(name: str) -> Model:
     """With as long a context as scenarios ask for, if the model allows it."""
     asked = max(stretch.context for scenario in SCENARIOS for stretch in scenario.stretches)
-    return model_of(shape_catalog(name, min(asked, longest_context(name))), name)
+    return shape_model(name, min(asked, longest_context(name)))
 
 
 def hot_half(trace: Trace, part: float) -> float:

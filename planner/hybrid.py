@@ -38,8 +38,13 @@ class Load:
     nbytes: float  # weights; of one expert where there are experts
     flops_per_row: float  # for attention, times the tokens attended; for experts, all chosen ones
     kv_nbytes_per_token: float = 0.0  # attention only
+    window: int | None = None  # tokens that attention looks back at most, its own included
     experts: int = 0  # of this layer
     top_k: int = 0
+
+    def attended(self, context: int) -> int:
+        """Of so many tokens, those whose keys and values attention reads, and needs to keep."""
+        return context if self.window is None else min(context, self.window)
 
     @property
     def whole_nbytes(self) -> float:
@@ -60,8 +65,8 @@ class Model:
         return sum(load.whole_nbytes for load in self.loads)
 
 
-def model_of(catalog: Catalog, name: str) -> Model:
-    """The groups of a catalog as loads."""
+def model_of(catalog: Catalog, name: str, windows: Sequence[int | None] = ()) -> Model:
+    """The groups of a catalog as loads. windows: of each layer; none given: no layer has one."""
     attns = sum(1 for group in catalog.groups if group.kind == "attn")
     kv_nbytes = catalog.page_nbytes / catalog.page_tokens / max(1, attns)
     loads: list[Load] = []
@@ -80,6 +85,7 @@ def model_of(catalog: Catalog, name: str) -> Model:
                 nbytes=experts.nbytes if experts else nbytes,
                 flops_per_row=group.flops_per_row,
                 kv_nbytes_per_token=kv_nbytes if group.kind == "attn" else 0.0,
+                window=windows[group.layer or 0] if group.kind == "attn" and windows else None,
                 experts=experts.per_layer if experts else 0,
                 top_k=experts.top_k if experts else 0,
             )
@@ -179,7 +185,12 @@ def demand(model: Model, plan: Plan, work: Work, cards: Sequence[Card]) -> Deman
 
 def kv_nbytes(load: Load, work: Work) -> float:
     """Room for the keys and values of one load, whether used yet or not."""
-    return load.kv_nbytes_per_token * work.max_context * work.sequences
+    return load.kv_nbytes_per_token * load.attended(work.max_context) * work.sequences
+
+
+def held_kv_nbytes(load: Load, work: Work) -> float:
+    """Of the keys and values of one load, those that are there by now."""
+    return load.kv_nbytes_per_token * load.attended(work.context) * work.sequences
 
 
 def fits(model: Model, plan: Plan, work: Work, machine: Hardware, state: Conditions = CALM) -> bool:

@@ -55,7 +55,9 @@ def _fill(question: Question, kv_part: float) -> _Totals:
     room -= kv_part * kv_room
     is_decode = work.phase == "decode"
     sequences = work.sequences if is_decode else 1
-    kv = sum(load.kv_nbytes_per_token for load in model.loads) * work.context * sequences
+    kv = sequences * sum(
+        load.kv_nbytes_per_token * load.attended(work.context) for load in model.loads
+    )
     dense = sum(load.nbytes for load in model.loads if not load.experts)
     dense_part = min(1.0, room / dense) if dense else 1.0
     room -= dense_part * dense
@@ -77,8 +79,8 @@ def _fill(question: Question, kv_part: float) -> _Totals:
         its = load.flops_per_row * rows_of(load, work)
         nbytes = load.nbytes
         if load.kind == "attn":
-            its *= work.context
-            nbytes = load.kv_nbytes_per_token * work.context * sequences
+            its *= load.attended(work.context)
+            nbytes = load.kv_nbytes_per_token * load.attended(work.context) * sequences
         elif load.experts:
             nbytes *= expected_distinct(load.experts, load.top_k, work.rows)
         flops += its

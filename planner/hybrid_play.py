@@ -124,12 +124,24 @@ def play(
     )
     times, moved_nbytes = _pass(model, plan, work, rates, hit_rate, worth_s)
     if moved_nbytes and 0.0 < times.step_s < worth_s:
-        left = machine.dram_bytes_per_s - moved_nbytes / times.step_s
-        left = max(left, machine.dram_bytes_per_s * LEAST_DRAM_PART)
+        left = port_left(machine.dram_bytes_per_s, moved_nbytes / times.step_s)
         if left < rates.cpu_bytes_per_s:
             rates = rates._replace(cpu_bytes_per_s=left)
             times, _ = _pass(model, plan, work, rates, hit_rate, worth_s)
     return times
+
+
+def beside_cores(brought_nbytes: float, read_nbytes: float) -> float:
+    """Bytes that go through the DRAM port beside what the cores read: each is counted once.
+
+    Links read what they bring; the disk writes what it reads, and who computes that reads it then.
+    """
+    return brought_nbytes + read_nbytes
+
+
+def port_left(port_bytes_per_s: float, beside_bytes_per_s: float) -> float:
+    """What the DRAM port leaves to the cores."""
+    return max(port_bytes_per_s - beside_bytes_per_s, port_bytes_per_s * LEAST_DRAM_PART)
 
 
 def _pass(
@@ -138,7 +150,7 @@ def _pass(
     """(the step, bytes that went through the DRAM port beside what the cores read).
 
     It ends as soon as the step is sure to take `worth_s`: no group can be shorter than the longest
-    of its sides. What comes off the disk is written to RAM once; who computes it reads it then.
+    of its sides.
     """
     cards = range(len(rates.cards))
     row_nbytes = model.row_nbytes * work.rows
@@ -156,7 +168,14 @@ def _pass(
     known: dict[tuple[object, ...], _Price] = {}  # layers repeat
     prices: list[_Price] = []
     for load, site in zip(model.loads, plan.sites, strict=True):
-        key = (load.kind, load.nbytes, load.flops_per_row, load.kv_nbytes_per_token, site)
+        key = (
+            load.kind,
+            load.nbytes,
+            load.flops_per_row,
+            load.kv_nbytes_per_token,
+            load.window,
+            site,
+        )
         if key not in known:
             known[key] = _price(load, site, work, rates, hit_rate)
         prices.append(known[key])
@@ -167,7 +186,7 @@ def _pass(
         busy[f"gpu:{card}"] = sum(price.sides_s[1 + card] for price in prices)
         busy[f"h2d:{card}"] = brought[card] / rates.h2d_bytes_per_s[card]
     busy["disk:0"] = read_nbytes / rates.disk_bytes_per_s
-    moved_nbytes = sum(brought) + read_nbytes
+    moved_nbytes = beside_cores(sum(brought), read_nbytes)
     left_s = [max(price.sides_s) for price in prices]
     rest_s = sum(left_s)
     # Steps follow each other: none is shorter than what has to come over a link for each.
@@ -247,8 +266,9 @@ def _price(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: HitRate)
     flops = load.flops_per_row * rows_of(load, work)
     nbytes = load.nbytes
     if load.kind == "attn":
-        flops *= work.context
-        nbytes = load.kv_nbytes_per_token * work.context * (work.sequences if is_decode else 1)
+        tokens = load.attended(work.context)
+        flops *= tokens
+        nbytes = load.kv_nbytes_per_token * tokens * (work.sequences if is_decode else 1)
     brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought_in(work.phase)
     on_cards = site.vram + brought
     on_disk = 1.0 - site.vram - site.ram if load.nbytes else 0.0

@@ -171,7 +171,7 @@ def balance(question: Question) -> list[float]:
     known: dict[tuple[object, ...], float] = {}
     parts: list[float] = []
     for load in question.model.loads:
-        key = (load.kind, load.nbytes, load.flops_per_row)
+        key = (load.kind, load.nbytes, load.flops_per_row, load.window)
         if key not in known:
             cpu_s, gpu_s = _alone_s(question, load)
             known[key] = cpu_s / (cpu_s + gpu_s) if cpu_s + gpu_s else 1.0

@@ -3,8 +3,9 @@
 It holds what was predicted of each lane against what was measured, and learns how fast the machine
 really is. When that drifts, it first asks what could be won: the best plan for the machine as it is
 now, moves included, against staying. Below 3 % nothing happens. What is to be moved goes over links
-in the background while the old plan runs; the new one takes over when all of it has arrived, is
-measured against its predecessor, and undone if it is slower.
+and off the disk in the background while the old plan runs; the new one takes over when all of it
+has arrived, is measured against its predecessor, and undone if it is slower. Only memory that
+another program takes is given back at once: the next step waits for what has to leave.
 
 Pure: `handle(event)` is all there is; time and measurements come inside events.
 """
@@ -19,7 +20,8 @@ from statistics import median
 from shadowlane.planner.hardware import CALM, Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Plan, Prompts, Work
 from shadowlane.planner.hybrid_layouts import Question, Spread, brought_of, settle
-from shadowlane.planner.hybrid_play import LEAST_DRAM_PART
+from shadowlane.planner.hybrid_moves import Moves, moves
+from shadowlane.planner.hybrid_play import beside_cores, port_left
 from shadowlane.planner.hybrid_search import search, shrunk
 
 FASTEST, SLOWEST = 4.0, 0.05  # factors on a file's rates that are believed
@@ -44,7 +46,7 @@ class StepMeasured:
 
     seconds: float
     busy_s: Mapping[str, float]
-    moved_nbytes: float = 0.0  # of the background move, during this step
+    moved_nbytes: float = 0.0  # of the background move, by all lanes, during this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ class Move:
     """Begin to copy what `plan` needs and the plan in force has not."""
 
     plan: Plan
-    nbytes: float
+    moves: Moves
+    is_urgent: bool = False  # the next step waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class Explained:
     why: str
     staying_s: float  # per step and its share of prefill, predicted with what has been learned
     expected_s: float
-    moved_nbytes: float
+    moved_nbytes: float  # by all lanes
 
 
 Event = StepMeasured | MemoryTaken | WorkChanged
@@ -117,7 +120,8 @@ class HybridShadow:
         self._gain = self.settings.gain  # what must be promised; more after each disappointment
         self._settled: StepMeasured | None = None  # of the plan that is gone back to
         self._target: Plan | None = None  # what is being moved for
-        self._to_move = 0.0
+        self._moves: Moves | None = None  # what all of that is
+        self._to_move = 0.0  # bytes of it that are still to come
         self._steps: deque[StepMeasured] = deque(maxlen=self.settings.window)
         self._since_thought = 0
         self._wait = self.settings.min_steps_between
@@ -131,9 +135,11 @@ class HybridShadow:
         )
 
     @property
-    def moving_nbytes(self) -> float:
-        """What is still to be copied in the background."""
-        return self._to_move
+    def moving(self) -> Moves | None:
+        """What is still to be moved in the background."""
+        if self._moves is None or not self._moves.nbytes:
+            return None
+        return self._moves.part(self._to_move / self._moves.nbytes)
 
     def handle(self, event: Event) -> list[Command]:
         if isinstance(event, MemoryTaken):
@@ -239,17 +245,18 @@ class HybridShadow:
         if factor == 1.0:
             return
         machine, stated = self.machine, self._file
-        beside = sum(
+        brought = sum(
             now.busy_s[f"h2d:{index}"] * card.h2d_bytes_per_s
             for index, card in enumerate(machine.cards)
         )
-        beside = (beside + 2.0 * now.busy_s["disk:0"] * machine.disk_bytes_per_s) / now.seconds
+        read = now.busy_s["disk:0"] * machine.disk_bytes_per_s
+        beside = beside_cores(brought, read) / now.seconds
         cores, port, flops = (
             machine.cpu_bytes_per_s,
             machine.dram_bytes_per_s,
             machine.cpu_flops,
         )
-        reached = min(cores, max(port - beside, port * LEAST_DRAM_PART)) * factor
+        reached = min(cores, port_left(port, beside)) * factor
         if factor < 1.0 and beside and is_fresh:
             port = reached + beside
         else:
@@ -273,9 +280,9 @@ class HybridShadow:
         question = self.question
         staying_s = question.answer(self.plan).seconds
         best = search(question)
-        nbytes, move_s = moves(question, self.plan, best.plan)
+        needed = moves(question, self.plan, best.plan)
         steps = self.settings.horizon_steps
-        meanwhile = min(float(steps), move_s / staying_s)
+        meanwhile = min(float(steps), needed.seconds / staying_s)
         all_s = meanwhile * staying_s + (steps - meanwhile) * best.seconds
         gain = 1.0 - all_s / (steps * staying_s)
         if gain < self._gain:
@@ -283,11 +290,11 @@ class HybridShadow:
                 self.settings.max_steps_between, round(self._wait * self.settings.patience)
             )
             return []
-        return self._go(best.plan, why, staying_s, best.seconds, nbytes)
+        return self._go(best.plan, why, staying_s, best.seconds, needed)
 
     def _refit(self, why: str) -> list[Command]:
         """What is running may not fit any more: first what has to go, then the best plan."""
-        self._target, self._to_move = None, 0.0
+        self._target, self._moves, self._to_move = None, None, 0.0
         self._reference = None
         self._previous = None
         self._settled = None
@@ -297,50 +304,37 @@ class HybridShadow:
         commands: list[Command] = []
         question = self.question
         if not question.fits(self.plan):
-            spread = shrunk(question, Spread.of(self.plan), brings=False)
-            smaller = settle(question, self.plan.name, spread, brought_of(self.plan))
+            brought = brought_of(self.plan)
+            brings = any(map(any, brought.values()))
+            spread = shrunk(question, Spread.of(self.plan), brings=brings)
+            smaller = settle(question, self.plan.name, spread, brought)
             if smaller is None or not question.fits(smaller):
                 smaller = search(question).plan
+            needed = moves(question, self.plan, smaller)
+            if needed.nbytes:
+                commands.append(Move(smaller, needed, is_urgent=True))
             commands += self._switch(smaller)
             self._previous = None
         return commands + self._think(why)
 
     def _go(
-        self, plan: Plan, why: str, staying_s: float, expected_s: float, nbytes: float | None = None
+        self, plan: Plan, why: str, staying_s: float, expected_s: float, needed: Moves | None = None
     ) -> list[Command]:
-        if nbytes is None:
-            nbytes, _ = moves(self.question, self.plan, plan)
-        explained = Explained(why, staying_s, expected_s, nbytes)
-        if nbytes <= 0.0:
+        needed = needed or moves(self.question, self.plan, plan)
+        explained = Explained(why, staying_s, expected_s, needed.nbytes)
+        if not needed.nbytes:
             return [explained, *self._switch(plan)]
-        self._target, self._to_move = plan, nbytes
-        return [explained, Move(plan, nbytes)]
+        self._target, self._moves, self._to_move = plan, needed, needed.nbytes
+        return [explained, Move(plan, needed)]
 
     def _switch(self, plan: Plan) -> list[Command]:
         if self._steps:
             self._previous, self._before = self.plan, self._median()
         self.plan = plan
-        self._target, self._to_move = None, 0.0
+        self._target, self._moves, self._to_move = None, None, 0.0
         self._steps.clear()
         self._reference = None
         return [Switch(plan)]
-
-
-def moves(question: Question, old: Plan, new: Plan) -> tuple[float, float]:
-    """(bytes that go over links, seconds of the busiest link). Dropping costs nothing."""
-    cards = question.machine.cards
-    moved = [0.0] * len(cards)
-    for load, before, after in zip(question.model.loads, old.sites, new.sites, strict=True):
-        kv = load.kv_nbytes_per_token * question.work.context * question.work.sequences
-        for card in range(len(cards)):
-            more = after.vram * after.over[card] - before.vram * before.over[card]
-            # Keys and values are in one place only: they move either way.
-            moved[card] += more * (load.whole_nbytes + kv) if more > 0 else -more * kv
-    seconds = [
-        nbytes / (card.h2d_bytes_per_s * question.state.link)
-        for nbytes, card in zip(moved, cards, strict=True)
-    ]
-    return sum(moved), max(seconds, default=0.0)
 
 
 def _sure(factor: float) -> float:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Plan, Work
 from shadowlane.planner.hybrid_layouts import Question
+from shadowlane.planner.hybrid_moves import moves
 from shadowlane.planner.hybrid_search import search
-from shadowlane.planner.hybrid_shadow import moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Outcome:
     first_s: float  # the plan that is best for the first stretch, kept
     kept_s: float  # the best plan that is kept
     changing_s: float  # the best plan of each stretch, moves included; never more than `kept_s`
-    moved_nbytes: float  # over links, by the last
+    moved_nbytes: float  # over links and off the disk, by the last
     plans: tuple[str, ...]  # its plans
 
     @property
@@ -134,7 +134,8 @@ def _change(
 ) -> tuple[float, float, tuple[str, ...]]:
     """(seconds, bytes moved, plans): the best of each stretch, or the one before if that is better.
 
-    While bytes move, steps go on under the old plan, if it still fits; the link is all theirs.
+    While bytes move, steps go on under the old plan, and lanes are all theirs. If the old plan does
+    not fit any more, steps wait.
     """
     total_s = moved = 0.0
     plan: Plan | None = None
@@ -146,14 +147,17 @@ def _change(
         seconds = stretch.steps * best_s
         if plan is not None and plan != best:
             stays = question.fits(plan)
-            old_s = question.times(plan).step_s if stays else best_s
-            nbytes, move_s = moves(question, plan, best)
-            meanwhile = min(float(stretch.steps), move_s / old_s)
-            seconds = meanwhile * old_s + (stretch.steps - meanwhile) * best_s
-            if stays and stretch.steps * old_s <= seconds:
-                total_s += stretch.steps * old_s
-                continue
-            moved += nbytes
+            needed = moves(question, plan, best)
+            if stays:
+                old_s = question.times(plan).step_s
+                meanwhile = min(float(stretch.steps), needed.seconds / old_s)
+                seconds = meanwhile * old_s + (stretch.steps - meanwhile) * best_s
+                if stretch.steps * old_s <= seconds:
+                    total_s += stretch.steps * old_s
+                    continue
+            else:
+                seconds += needed.seconds
+            moved += needed.nbytes
         total_s += seconds
         plan = best
         names.append(plan.name)

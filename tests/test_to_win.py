@@ -101,13 +101,12 @@ def test_more_mechanisms_never_give_a_slower_plan() -> None:
     """Orders of filling that come to the same must not crowd out a start that is another."""
     from to_win import curve
 
-    from shadowlane.planner.hybrid import model_of
     from shadowlane.planner.hybrid_layouts import Question, by_hand
     from shadowlane.planner.hybrid_search import MECHANISMS, search
-    from shadowlane.shapes import load_hardware, shape_catalog
+    from shadowlane.shapes import load_hardware, shape_model
 
     machine = load_hardware(BENCHMARKS.parent / "examples" / "hardware" / "rtx-4090-24gb.yaml")
-    model = model_of(shape_catalog("gpt-oss-120b"), "gpt-oss-120b")
+    model = shape_model("gpt-oss-120b")
     recorded = [(0.0, 0.0), (0.02, 0.185), (0.05, 0.3), (0.1, 0.471), (0.2, 0.665), (0.3, 0.788)]
     hits = curve([*recorded, (0.4, 0.874), (0.5, 0.919), (0.7, 0.957), (1.0, 1.0)])
     question = Question(model, machine, hit_rate=hits)

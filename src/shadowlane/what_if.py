@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from shadowlane.llama_cpp import llama_cpp_flags
-from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.chunks import ANSWER_TOKENS, PROMPT_PART
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import (
@@ -41,8 +40,7 @@ PARTS = ("vram", "ram", "disk", "brought", "brought_prefill")  # of a kind of gr
 
 
 def what_if(
-    catalog: Catalog,
-    name: str,
+    model: Model,
     machine: Hardware,
     *,
     context: int | None = None,
@@ -61,7 +59,6 @@ def what_if(
     Raises TooLarge where the model fits nowhere, ValueError for a budget above what there is.
     """
     machine = _with_budgets(machine, ram, gpu_memory)
-    model = model_of(catalog, name)
     room = min(context or 4096, model.max_context)
     work = Work(context=min(512, room), max_context=room)
     tokens = max(1, room // PROMPT_PART)
@@ -80,7 +77,7 @@ def what_if(
     planning_s = time.perf_counter() - began
     need = demand(model, plan, work, machine.cards)
     return {
-        "model": name,
+        "model": model.name,
         "hardware": machine.name,
         "emulated": True,
         "planning_s": planning_s,
@@ -206,14 +203,14 @@ def _kinds(model: Model, plan: Plan) -> dict[str, dict[str, float]]:
     }
 
 
-def load_catalog(name: str, path: Path | None, context: int | None) -> Catalog:
-    """The groups of a model by short name, or of files that are here: headers alone are read."""
+def load_model(name: str, path: Path | None, context: int | None) -> Model:
+    """A model by short name, or of files that are here: headers alone are read."""
     if path is None:
-        from shadowlane.shapes import shape_catalog
+        from shadowlane.shapes import shape_model
 
-        return shape_catalog(name, context)
+        return shape_model(name, context)
     from shadowlane.actors.blueprint import read_blueprint
     from shadowlane.actors.spec import Options
 
     blueprint, _ = read_blueprint(path, Options(context=context), 1)
-    return blueprint.catalog
+    return model_of(blueprint.catalog, name, blueprint.config.windows)

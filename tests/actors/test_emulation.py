@@ -11,6 +11,7 @@ from shadowlane.actors.emulation import Hidden, World, true_machine
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hybrid import Load, Model, Plan, Site, Work
 from shadowlane.planner.hybrid_layouts import Question, by_hand
+from shadowlane.planner.hybrid_moves import Moves
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import HybridShadow, MemoryTaken, StepMeasured
 
@@ -73,12 +74,27 @@ def test_links_take_from_what_the_cores_read() -> None:
 
 def test_a_move_takes_what_links_have_left_and_never_starves() -> None:
     world = World(MODEL, MACHINE)
-    idle = world.step(ON_CPU, WORK, 1e9)
+    idle = world.step(ON_CPU, WORK, Moves((1e9,), (0.0,), 0.0, 0.1))
     assert idle.moved_nbytes == pytest.approx(1e9)
     all_brought = Plan("", tuple(Site(0.0, 1.0, 1.0) for _ in MODEL.loads))
-    busy = world.step(all_brought, WORK, 9e9)
+    busy = world.step(all_brought, WORK, Moves((9e9,), (0.0,), 0.0, 1.0))
     assert 0.0 < busy.moved_nbytes < 9e9
     assert busy.seconds > world.step(all_brought, WORK).seconds * 1.1
+
+
+def test_the_slowest_lane_of_a_move_holds_the_others_up() -> None:
+    world = World(MODEL, MACHINE)
+    step = world.step(ON_CPU, WORK, Moves((1e9,), (1e9,), 4e9, 0.8))
+    # 0.21 s of a step at 5 GB/s from the disk, and a quarter of a step more
+    assert step.moved_nbytes == pytest.approx(6e9 * step.seconds * 5e9 / 4e9, rel=0.02)
+
+
+def test_a_step_waits_for_what_has_to_leave_at_once() -> None:
+    world = World(MODEL, MACHINE)
+    world.state = Conditions(link=0.5)
+    waited = world.wait_for(Moves((0.0,), (1.2e9,), 0.0, 0.0))
+    assert waited == pytest.approx(0.2, rel=0.1)
+    assert world.now_s == waited
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -97,7 +113,7 @@ def test_the_shadow_recovers_what_busy_cores_cost(seed: int) -> None:
             steps = []
             for _ in range(120):
                 plan = kept if shadow is None else shadow.plan
-                moving = 0.0 if shadow is None else shadow.moving_nbytes
+                moving = None if shadow is None else shadow.moving
                 step = world.step(plan, WORK, moving)
                 steps.append(step.seconds)
                 if shadow is not None:
@@ -115,11 +131,11 @@ def test_the_shadow_gives_memory_back_while_running() -> None:
     world = World(MODEL, MACHINE)
     shadow = HybridShadow(MODEL, MACHINE, WORK)
     for _ in range(20):
-        step = world.step(shadow.plan, WORK, shadow.moving_nbytes)
+        step = world.step(shadow.plan, WORK, shadow.moving)
         shadow.handle(StepMeasured(step.seconds, step.busy_s, step.moved_nbytes))
     shadow.handle(MemoryTaken(1.5e9))
     world.state = replace(CALM, vram_taken_nbytes=1.5e9)
     for _ in range(20):
         assert shadow.question.fits(shadow.plan)
-        step = world.step(shadow.plan, WORK, shadow.moving_nbytes)
+        step = world.step(shadow.plan, WORK, shadow.moving)
         shadow.handle(StepMeasured(step.seconds, step.busy_s, step.moved_nbytes))

@@ -83,12 +83,12 @@ def test_each_layout_is_one_row_of_eighty_columns(
 @pytest.fixture(scope="module")
 def planned() -> dict[str, Any]:
     """A mixture that does not fit two cards, as JSON has it."""
-    from shadowlane.shapes import load_hardware, shape_catalog
+    from shadowlane.shapes import load_hardware, shape_model
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shadowlane.planner.hybrid_search.MOST_TRIES", 50)
         machine = load_hardware(TWO_CARDS)
-        return what_if(shape_catalog("gpt-oss-120b"), "gpt-oss-120b", machine)
+        return what_if(shape_model("gpt-oss-120b"), machine)
 
 
 def test_rows_have_the_keys_that_comparisons_have(planned: dict[str, Any]) -> None:

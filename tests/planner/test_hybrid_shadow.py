@@ -10,6 +10,7 @@ import pytest
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hybrid import Load, Model, Plan, Work, fits
 from shadowlane.planner.hybrid_layouts import Question
+from shadowlane.planner.hybrid_moves import moves
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import (
     Command,
@@ -104,8 +105,8 @@ def test_a_plan_takes_over_when_all_it_needs_has_arrived() -> None:
     while not any(isinstance(command, Move) for command in said):
         said += it.handle(really(it.plan, Conditions(cpu=0.2)))
     move = next(command for command in said if isinstance(command, Move))
-    assert it.moving_nbytes == pytest.approx(move.nbytes)
-    part = replace(really(plan, Conditions(cpu=0.2)), moved_nbytes=move.nbytes / 4)
+    assert it.moving == move.moves
+    part = replace(really(plan, Conditions(cpu=0.2)), moved_nbytes=move.moves.nbytes / 4)
     assert [it.handle(part) for _ in range(3)] == [[], [], []]
     assert it.plan == plan
     assert it.handle(part) == [Switch(move.plan)]
@@ -139,7 +140,7 @@ def test_memory_that_is_taken_is_given_back_at_once_and_used_again_later() -> No
     feed(it, 10)
     full = really(it.plan).seconds
     commands = it.handle(MemoryTaken(1.5e9))
-    assert isinstance(commands[0], Switch)  # dropping needs no copy
+    assert isinstance(commands[0], Switch)  # RAM holds a copy of all that is on the card
     less = Conditions(vram_taken_nbytes=1.5e9)
     assert fits(MODEL, it.plan, WORK, MACHINE, less)
     feed(it, 40)
@@ -147,6 +148,23 @@ def test_memory_that_is_taken_is_given_back_at_once_and_used_again_later() -> No
     it.handle(MemoryTaken(0.0))
     feed(it, 80)
     assert really(it.plan).seconds <= full * 1.03
+
+
+def test_what_ram_has_no_copy_of_is_saved_before_memory_is_given_back() -> None:
+    """The next step waits for it; the plan that follows has it in RAM."""
+    need = MODEL.nbytes - 3e9 + MODEL.fixed_ram_nbytes  # RAM is full beside 3 GB on the card
+    small = replace(MACHINE, ram_nbytes=4e9 + need + 1.2e9)
+    it = HybridShadow(MODEL, small, WORK)
+    before = it.plan
+    commands = it.handle(MemoryTaken(1e9))
+    move, switch = commands[:2]
+    assert isinstance(move, Move)
+    assert move.is_urgent
+    assert switch == Switch(move.plan)
+    assert it.moving is None or it.plan == move.plan
+    assert move.moves == moves(it.question, before, move.plan)
+    assert 0.0 < move.moves.d2h_nbytes[0] <= 1.1e9
+    assert move.moves.h2d_nbytes == (0.0,)
 
 
 def test_longer_contexts_are_planned_for_when_they_come() -> None:
@@ -157,3 +175,22 @@ def test_longer_contexts_are_planned_for_when_they_come() -> None:
     it.handle(WorkChanged(grown))
     assert fits(model, it.plan, grown, MACHINE)
     assert it.question.work == grown
+
+
+def test_what_is_learned_of_the_port_predicts_what_was_measured() -> None:
+    """The disk writes beside the cores: once, for who predicts as for who learns."""
+    narrow = replace(MACHINE, cards=(), ram_nbytes=4e9 + 7.5e9)
+    narrow = replace(narrow, cpu_bytes_per_s=30e9, dram_bytes_per_s=33e9)
+    it = HybridShadow(MODEL, narrow, WORK)
+    assert really_on(narrow, it.plan).busy_s["disk:0"] > 0.1
+    true = replace(narrow, dram_bytes_per_s=31e9)
+    for _ in range(6):
+        it.handle(really_on(true, it.plan))
+    assert it.machine.dram_bytes_per_s == pytest.approx(31e9, rel=0.02)
+    learned = it.question.times(it.plan).busy_s["cpu:0"]
+    assert learned == pytest.approx(really_on(true, it.plan).busy_s["cpu:0"], rel=0.01)
+
+
+def really_on(machine: Hardware, plan: Plan) -> StepMeasured:
+    times = Question(MODEL, machine, WORK).times(plan)
+    return StepMeasured(times.step_s, times.busy_s)

@@ -103,7 +103,7 @@ def forget_a_lane(programs: Programs) -> None:
         (skip_a_unit, "computes units 1.*expected from 0"),
         (compute_twice, "lm_head: cpu:0 computes units"),
         (free_a_slot_early, "freed at the wrong time"),
-        (read_out_of_order, "does not read the sweep in its order"),
+        (read_out_of_order, "does not bring its sweep in its order"),
         (forget_a_lane, "programs for"),
     ],
 )

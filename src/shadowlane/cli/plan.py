@@ -145,7 +145,7 @@ def _plan_for(
     """For a machine that is described in a file."""
     from shadowlane.shapes import known_shapes, load_hardware
     from shadowlane.sizes import parse_size
-    from shadowlane.what_if import load_catalog, what_if
+    from shadowlane.what_if import load_model, what_if
 
     machine = load_hardware(hardware)
     with Stages() as stages:
@@ -158,8 +158,7 @@ def _plan_for(
                 raise ModelError(f"{error}; with --hardware also: {known}") from None
         stages("planning")
         planned = what_if(
-            load_catalog(model, path, context),
-            model,
+            load_model(model, path, context),
             machine,
             context=context,
             ram=None if ram is None else parse_size(ram, "ram"),

@@ -17,7 +17,9 @@ from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hardware import Hardware, read_hardware
 
 if TYPE_CHECKING:
+    from shadowlane.actors.blueprint import Blueprint
     from shadowlane.ops.files.base import ModelFiles
+    from shadowlane.planner.hybrid import Model
 
 
 def known_shapes() -> tuple[str, ...]:
@@ -43,10 +45,24 @@ def shape_catalog(
 
     layouts: pattern of tensor names -> format, instead of those the name stands for.
     """
+    return _cut(name, context, layouts).catalog
+
+
+def shape_model(
+    name: str, context: int | None = None, layouts: Mapping[str, str] | None = None
+) -> Model:
+    """The same as loads, for plans over cards."""
+    from shadowlane.planner.hybrid import model_of
+
+    cut = _cut(name, context, layouts)
+    return model_of(cut.catalog, name, cut.config.windows)
+
+
+def _cut(name: str, context: int | None, layouts: Mapping[str, str] | None) -> Blueprint:
     from shadowlane.actors.blueprint import cut_model
     from shadowlane.actors.spec import Options
 
-    return cut_model(shape_files(name, layouts), Options(context=context), 1).catalog
+    return cut_model(shape_files(name, layouts), Options(context=context), 1)
 
 
 def shape_files(name: str, layouts: Mapping[str, str] | None = None) -> ModelFiles:
