@@ -247,22 +247,27 @@ def plan_layout(
         scratch |= dict(zip(names, offsets, strict=True))
     worker_scratch = tuple(take(count * plan.worker_nbytes) for count in threads)
     ring = take(placement.slots_nbytes)
-    weights = take(placement.weights_nbytes)
+    # Beside cards other blocks may live here later, as many as the budget has room for.
+    all_weights = sum(whole_pages(block.held_nbytes) for block in blueprint.catalog.blocks)
+    spare = min(all_weights, placement.weights_nbytes + placement.ram - placement.total_nbytes)
+    weights_nbytes = spare if placement.cards else placement.weights_nbytes
+    weights = take(weights_nbytes)
     expert_slots = take(placement.experts_nbytes)
     expanded = {
         block: take(blueprint.catalog.blocks[block].expanded_nbytes) for block in placement.expanded
     }
     budget_end = cursor
     used = budget_end - budget_start - on_cards
-    assert used == placement.total_nbytes, (used, placement.total_nbytes)
+    expected = placement.total_nbytes + weights_nbytes - placement.weights_nbytes
+    assert used == expected, (used, expected)
     cards = tuple(
         CardLayout(
             lane=card.lane,
             ring=take(card.slots_nbytes),
             num_slots=card.num_slots,
             slot_nbytes=card.slot_nbytes,
-            weights=take(card.weights_nbytes),
-            weights_nbytes=card.weights_nbytes,
+            weights=take(card.budget - card.slots_nbytes),  # whatever may live there later
+            weights_nbytes=card.budget - card.slots_nbytes,
         )
         for card in placement.cards
     )
@@ -292,7 +297,7 @@ def plan_layout(
         num_slots=placement.num_slots,
         slot_nbytes=placement.slot_nbytes,
         weights=weights,
-        weights_nbytes=placement.weights_nbytes,
+        weights_nbytes=weights_nbytes,
         route_numbers=route_numbers,
         expert_slots=expert_slots,
         num_expert_slots=placement.expert_slots,

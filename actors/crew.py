@@ -70,6 +70,7 @@ class Moves:
     pending: list[Pending] = field(default_factory=list)
     later: list[tuple[Remote, dict[int, int]]] = field(default_factory=list)  # per card
     why: str | None = None  # it cannot be
+    is_withdrawn: bool = False  # nobody wants it any more
 
 
 class Crew:
@@ -439,6 +440,8 @@ class Crew:
         """
         if moves.why is not None:
             return True
+        if moves.is_withdrawn:
+            moves.later = []
         try:
             while moves.pending:
                 if not moves.pending[0].is_done():
@@ -456,7 +459,10 @@ class Crew:
             moves.why = str(error)
             self._undo(moves)
         else:
-            self._arriving.remove(moves.placement)
+            if moves.is_withdrawn:  # now that nothing writes there any more
+                self._undo(moves)
+            else:
+                self._arriving.remove(moves.placement)
         return True
 
     def _move_to_cards(self, moves: Moves) -> None:
@@ -496,8 +502,11 @@ class Crew:
             self._arriving.remove(moves.placement)
 
     def _drop_all_but(self, placements: Sequence[Placement]) -> None:
-        """Give back the homes of blocks that none of these keeps."""
+        """Give back the homes of blocks that none of these keeps, nor any that is to come."""
+        newest = max(each.placement_id for each in placements)
+        coming = (each.placement for each in self._published.values())
         kept = [*placements, *self._arriving]
+        kept += [each for each in coming if each.placement_id > newest]
         self._drop(
             self.homes,
             [b for b in self.homes.offsets if not any(each.resident[b] for each in kept)],

@@ -31,6 +31,7 @@ class Emulator:
         hidden = Hidden.drawn(emulated.seed) if emulated.is_hidden else Hidden()
         self.machine: Hardware = true_machine(emulated.hardware, hidden)
         self._seed = emulated.seed
+        self._small_nbytes = emulated.small_nbytes
         self._layout = layout
         self._row_nbytes = row_nbytes
         self._laws = [arena.view(at, np.float64, law.LAW_FIELDS) for at in layout.laws]
@@ -89,6 +90,7 @@ class Emulator:
             law.JITTER: JITTER,
             law.SEED: float(self._seed * 64 + number),
             law.ROW_NBYTES: self._row_nbytes,
+            law.SMALL_NBYTES: self._small_nbytes,
         }
         for field, value in (common | values).items():
             fields[field] = value

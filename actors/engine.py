@@ -41,8 +41,10 @@ from shadowlane.ops.rope import inv_freq
 from shadowlane.ops.sampling import SamplingParams
 from shadowlane.ops.warm import is_warm
 from shadowlane.planner import events as ev
+from shadowlane.planner.card_planner import CardPlanner
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
+from shadowlane.planner.hardware import Conditions
 from shadowlane.planner.heat import Heat, informed
 from shadowlane.planner.hit_rate import curve_of, hit_rate, with_measured
 from shadowlane.planner.hybrid import ACTIVATION_NBYTES
@@ -91,6 +93,11 @@ class Engine:
             num_slots=settings.num_slots,
             expand=settings.expand,
             subchunks=settings.subchunks,
+            machine=settings.emulated.hardware if settings.emulated else None,
+            cards=tuple(card.memory for card in settings.cards),
+            strategy=settings.strategy,
+            strategy_layers=settings.strategy_layers,
+            replan=settings.replan,
         )
         self.batch = Batch(options, self.blueprint.few_rows)
         self.shadow = ShadowLink(host, self.blueprint.catalog, self.request, self.crew, settings)
@@ -103,6 +110,8 @@ class Engine:
         self.step = 0  # number of the newest step
         self.steps_retired = 0
         self._ids = itertools.count(1)
+        self._decode_steps = 0
+        self._taken = (0.0, 0.0)  # of each emulated card and of RAM, by other programs
         self._stopping = False
         self._unreported: Callable[[], ev.StepRetired] | None = None  # of the newest step
         self._routing: RoutingTap | None = None
@@ -113,6 +122,11 @@ class Engine:
         self._rope_cache: tuple[np.ndarray, float] | None = None
         self._shares_of: int | None = None  # the placement that `_nbytes_per_step` is about
         self._nbytes_per_step: list[int] = []
+
+    @property
+    def slowed(self) -> float:
+        """Seconds here for one second of the machine whose speed the lanes have."""
+        return self.settings.emulated.slowed if self.settings.emulated is not None else 1.0
 
     @property
     def placement(self) -> Placement:
@@ -147,7 +161,8 @@ class Engine:
         first = self._first_placement(profile)
         emulated = self.settings.emulated
         self.layout = plan_layout(self.blueprint, first, is_emulated=emulated is not None)
-        check_room(self.layout.nbytes)
+        touched = sum(card.weights_nbytes + card.slots_nbytes for card in first.cards)
+        check_room(self.layout.budget_start + first.total_nbytes + touched)
         arena = self.arena = Arena.create(self.layout.nbytes, str(self.files.root))
         experts = self.blueprint.catalog.experts
         sparse_layers = experts.num_layers if experts else 0
@@ -199,6 +214,10 @@ class Engine:
         shares = self.settings.shares
         if shares is None and self.shadow.is_open:
             return self.shadow.first_placement(self.catalog, profile)
+        if self.request.cards:
+            (command,) = CardPlanner(self.catalog, self.request).handle(ev.EngineStarted())
+            assert isinstance(command, ev.PublishPlacement)
+            return command.placement
         cost = CostModel(profile)
         if shares is None:  # a plan that stays needs no planner beside it
             return place(self.catalog, self.request, cost, placement_id=1)
@@ -344,6 +363,7 @@ class Engine:
         is_void = self._wait_for_lanes(step)
         self.crew.finish_step(step.plan.phase)
         self.steps_retired += 1
+        self._follow_script(step.plan)
         if is_void:
             self.batch.drop(step)
             return
@@ -367,8 +387,27 @@ class Engine:
             before,
             self.gauges.busy_ns(),
             experts,
+            self.slowed,
         )
         self.batch.give_results(step, self._logits, placement.context_tokens, seconds)
+
+    def _follow_script(self, plan: StepPlan) -> None:
+        """Let other programs take of the emulated machine what the script says."""
+        emulated = self.settings.emulated
+        if self.emulator is None or emulated is None or not plan.is_decode:
+            return
+        self._decode_steps += 1
+        for steps, state in emulated.script:
+            if steps == self._decode_steps:
+                self.emulate(state)
+
+    def emulate(self, state: Conditions) -> None:
+        """From now on other programs leave this of the emulated machine."""
+        assert self.emulator is not None, "the machine is the one that is here"
+        self.emulator.set(state)
+        if (state.vram_taken_nbytes, state.ram_taken_nbytes) != self._taken:
+            self._taken = state.vram_taken_nbytes, state.ram_taken_nbytes
+            self.shadow.note(ev.MemoryLeft(*self._taken))
 
     def _report_step(self) -> None:
         """Tell the planner of the newest step that has retired, unless it has been told."""
@@ -585,17 +624,22 @@ def _retired(
     before: dict[str, tuple[int, int]],
     after: dict[str, tuple[int, int]],
     experts: ExpertUse,
+    slowed: float,
 ) -> ev.StepRetired:
-    """before, after: what each lane had done until then, (busy, waiting) ns."""
+    """before, after: what each lane had done until then, (busy, waiting) ns.
+
+    slowed: seconds here for one second that the planner is told.
+    """
+    scale = 1e9 * slowed
     return ev.StepRetired(
         step=step,
         placement_id=placement_id,
         phase=plan.phase,
         rows=len(plan.rows),
         context=plan.context,
-        seconds=seconds,
-        busy_s={name: (after[name][0] - before[name][0]) / 1e9 for name in after},
-        wait_s={name: (after[name][1] - before[name][1]) / 1e9 for name in after},
+        seconds=seconds / slowed,
+        busy_s={name: (after[name][0] - before[name][0]) / scale for name in after},
+        wait_s={name: (after[name][1] - before[name][1]) / scale for name in after},
         experts_chosen=experts.chosen,
         experts_resident=experts.resident,
         experts_read_nbytes=experts.read_nbytes,

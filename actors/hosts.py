@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shadowlane.planner.card_planner import CardPlanner
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.events import Command, EngineResumed, Event
 from shadowlane.planner.placement import Placement, Request
@@ -198,16 +199,20 @@ class DiskLaneHost:
 class PlannerHost:
     """The planner's state where events arrive and commands leave."""
 
-    def __init__(self, state: PlannerState | None = None) -> None:
+    def __init__(self, state: PlannerState | CardPlanner | None = None) -> None:
         """state: of a planner that moves here from another process."""
         self._state = state
 
     @property
-    def state(self) -> PlannerState | None:
+    def state(self) -> PlannerState | CardPlanner | None:
         return self._state
 
     def open(self, catalog: Catalog, request: Request, profile: Profile | None) -> None:
-        self._state = PlannerState(catalog, request, profile)
+        self._state = (
+            CardPlanner(catalog, request)
+            if request.cards
+            else PlannerState(catalog, request, profile)
+        )
 
     def resume(
         self,

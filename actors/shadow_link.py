@@ -51,7 +51,8 @@ class ShadowLink:
         self._events: list[ev.Event] = []
         self.thinking: Pending | None = None
         self._commands: deque[ev.Command] = deque()
-        self._moves: Moves | None = None  # for the placement that is published next
+        self._to_move: deque[Placement] = deque()  # to be published, once they have what they need
+        self._moves: Moves | None = None  # of the first of them
         self._waiting_for: list[Acknowledgement] = []
         self._sent_at = 0.0
         self._heard_at = 0.0  # of a command that changes something
@@ -132,23 +133,30 @@ class ShadowLink:
         if isinstance(command, ev.Note):
             self.decisions.append(command.text)
         elif isinstance(command, ev.PublishPlacement):
-            placement = command.placement
             self.decisions.append(command.reason)
-            self._moves = crew.start_moving(placement)
+            self._to_move.append(command.placement)
             self._go_on_moving()
         elif isinstance(command, ev.AnnouncePlacement):
             crew.switch(crew.published(command.placement_id))
             self.replans += 1
             self.note(ev.PlacementAnnounced(command.placement_id, step))
         elif isinstance(command, ev.RetirePlacement):
-            crew.retire(command.placement_id)
+            retired = command.placement_id
+            self._to_move = deque(p for p in self._to_move if p.placement_id != retired)
+            if self._moves is not None and self._moves.placement.placement_id == retired:
+                self._moves.is_withdrawn = True
+            crew.retire(retired)
 
     def _go_on_moving(self) -> None:
         """Publish a placement once all that it needs has arrived."""
+        if self._moves is None and self._to_move:
+            self._moves = self._crew.start_moving(self._to_move.popleft())
         moves = self._moves
         if moves is None or not self._crew.go_on_moving(moves):
             return
         self._moves = None
+        if moves.is_withdrawn:
+            return
         if moves.why is not None:
             self.note(ev.PlacementRefused(moves.placement.placement_id, moves.why))
         else:
@@ -179,6 +187,9 @@ class ShadowLink:
             self.is_open = False
         self._crew.retire_all_but_current()
         self._waiting_for, self._events = [], []
+        self._to_move.clear()
+        if self._moves is not None:
+            self._moves.is_withdrawn = True
         self._commands.clear()
         for lane in self._crew.lanes:  # how long waits spin was the lost planner's wish
             self._commands.append(ev.SetSpin(lane.name, self._spin_us))

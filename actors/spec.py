@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from shadowlane.ops.table import FEW_ROWS
-from shadowlane.planner.hardware import Hardware
+from shadowlane.planner.hardware import Conditions, Hardware
 from shadowlane.planner.placement import Expand
 
 PREFILL_CHUNK = 512
@@ -60,6 +60,8 @@ class Emulated:
     seed: int = 0
     is_hidden: bool = False  # rates are off from what the file says, each by a factor of its own
     slowed: float = 1.0  # seconds here for one emulated second
+    small_nbytes: float = 1.5e6  # a matrix of this size reaches half of a rate
+    script: tuple[tuple[int, Conditions], ...] = ()  # what is left from so many decode steps on
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class EngineSettings:
     expert_policy: str | None = None  # a name of POLICIES that stays; None: they compete
     cards: tuple[CardSettings, ...] = ()
     emulated: Emulated | None = None  # the machine whose speed lanes are to have
+    strategy: str = "auto"  # of placing groups over cards: searched for, or a layout by hand
+    strategy_layers: int | None = None  # of a layout that counts layers; None: the best number
     spin_us: int = (
         SPIN_US  # what a wait may spin before it sleeps, until the planner says otherwise
     )

@@ -35,6 +35,7 @@ JITTER: Final = 10  # standard deviation of each duration, as a part of it
 SEED: Final = 11
 SKIPS: Final = 12  # 1: only time passes, nothing is computed
 ROW_NBYTES: Final = 13  # of a row of activations that crosses
+SMALL_NBYTES: Final = 14  # a matrix of this size reaches half of a rate
 LAW_FIELDS: Final = 16
 LAW_NBYTES: Final = LAW_FIELDS * 8
 
@@ -46,7 +47,7 @@ LOADS_NBYTES: Final = 128
 FIRST_OF_LAYER: Final = 3.0  # launches that a card pays for at once, when a layer begins
 REST_OF_LAYER: Final = 0.5  # ... and for each group after that
 CHUNK_S: Final = 2e-6  # what each copy of a link costs beside its bytes
-SMALL_NBYTES: Final = 1.5e6  # a matrix of this size reaches half of a rate
+SMALL: Final = 1.5e6  # bytes of a matrix that reaches half of a rate, on machines as they are
 LEAST_PART: Final = 0.15  # of the DRAM port that cores get, however busy it is
 CORE_OFF_S: Final = 4e-3  # how long a core is taken away at a time
 LAST_PART: Final = 0.25  # of an instruction that is left when the last of its weights has come
@@ -55,11 +56,11 @@ SPIN_NS: Final = 60_000  # before an end, where a sleep would come too late
 
 
 @njit
-def bent_s(nbytes: float, rate: float) -> float:
-    """Seconds of reading a matrix; small ones reach less of the rate."""
+def bent_s(nbytes: float, rate: float, small: float) -> float:
+    """Seconds of reading a matrix; one of `small` bytes reaches half of the rate."""
     if nbytes <= 0.0:
         return 0.0
-    return (nbytes + SMALL_NBYTES) / rate
+    return (nbytes + small) / rate
 
 
 @njit
@@ -148,7 +149,8 @@ def work_s(base: int, geometry: Any, row: Any, record: int, law: int, loads: int
         )  # fmt: skip
         nbytes *= chosen
         flops *= geometry[t.TOP_K]
-    return max(bent_s(nbytes, memory_rate(law, loads)), flops / law_f64(law, FLOPS_PER_S))
+    reading = bent_s(nbytes, memory_rate(law, loads), law_f64(law, SMALL_NBYTES))
+    return max(reading, flops / law_f64(law, FLOPS_PER_S))
 
 
 @njit

@@ -61,6 +61,14 @@ class BudgetChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryLeft:
+    """Other programs hold so much of each card and of RAM, of what this engine was given."""
+
+    vram_taken_nbytes: float
+    ram_taken_nbytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PlacementAcknowledged:
     lane: str
     placement_id: int
@@ -95,6 +103,7 @@ Event = (
     | LaneDied
     | LaneRestored
     | BudgetChanged
+    | MemoryLeft
     | PlacementAcknowledged
     | PlacementAnnounced
     | PlacementRefused

@@ -65,6 +65,11 @@ class WorkChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """What was moved for will not come: the plan in force stays."""
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """Begin to copy what `plan` needs and the plan in force has not."""
 
@@ -90,7 +95,7 @@ class Explained:
     moved_nbytes: float  # by all lanes
 
 
-Event = StepMeasured | MemoryTaken | WorkChanged
+Event = StepMeasured | MemoryTaken | WorkChanged | Refused
 Command = Move | Switch | Explained
 
 
@@ -150,6 +155,10 @@ class HybridShadow:
         if isinstance(event, WorkChanged):
             self._work = event.work
             return self._refit("the work has changed")
+        if isinstance(event, Refused):
+            self._target, self._moves, self._to_move = None, None, 0.0
+            self._wait = min(self.settings.max_steps_between, 2 * self._wait)
+            return []
         return self._measured(event)
 
     # -- steps

@@ -104,7 +104,10 @@ class Placements:
         if record is None or record.stage != "published":
             return []
         record.acknowledged.add(event.lane)
-        if not {DISK_LANE, *(lane.name for lane in record.placement.lanes)} <= record.acknowledged:
+        placement = record.placement
+        needed = {DISK_LANE, *(each.name for each in placement.lanes)}
+        needed |= {card.link for card in placement.cards}
+        if not needed <= record.acknowledged:
             return []
         record.stage = "acknowledged"
         return [ev.AnnouncePlacement(event.placement_id)]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
+from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.profile import Phase
 
 DISK_LANE = "disk:0"
@@ -50,6 +51,11 @@ class Request:
     pins: Mapping[str, Tier] = field(default_factory=dict)  # pattern of group names -> tier
     expand: Expand = "never"
     subchunks: int | None = None  # most sub-chunks of a prompt that one step carries; None: chosen
+    machine: Hardware | None = None  # with cards: all that is known of its speed
+    cards: tuple[int, ...] = ()  # bytes of each card's memory
+    strategy: str = "auto"  # with cards: searched for, or a layout by hand
+    strategy_layers: int | None = None  # of a layout that counts layers; None: as many as are best
+    replan: bool = True
 
     def __post_init__(self) -> None:
         if self.ram < 1:

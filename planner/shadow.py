@@ -126,6 +126,8 @@ class PlannerState:
             commands = self.placements.announce(event)
         elif isinstance(event, ev.PlacementRefused):
             commands = self._placement_refused(event)
+        elif isinstance(event, ev.MemoryLeft):
+            commands = []  # of cards: see `card_planner.py`
         else:
             commands = self._profile_measured(event.profile)
         self.history.extend(f"-> {ev.brief(command)}" for command in commands)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cards import machine_with, over_cards
-from inprocess import AMPLE, ONE_THREAD, running, small_blocks
+from inprocess import AMPLE, ONE_THREAD, cut, running, small_blocks, weights_nbytes
 from tiny import tiny_tokens
 
 from shadowlane.actors.blueprint import Options
@@ -104,3 +104,26 @@ def test_changing_what_lives_where_while_tokens_are_made_changes_none(
             running_now.placement.cards, running_now.crew.card_homes, strict=True
         ):
             assert set(there.offsets) == set(part.resident), "what nobody needs is dropped"
+
+
+def test_the_planner_fills_a_card_and_learns_how_fast_the_machine_is(
+    model: Path, expected: list[int]
+) -> None:
+    memory = weights_nbytes(cut(model, OPTIONS, ONE_THREAD)) // 2
+    slow = replace(machine_with(1), cpu_bytes_per_s=1e8, cpu_flops=1e10)
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        cards=(CardSettings(memory),),
+        emulated=Emulated(slow, seed=3, is_hidden=True, slowed=2.0, small_nbytes=1e4),
+    ) as engine:
+        running_now = engine.engine
+        (card,) = running_now.placement.cards
+        assert card.resident
+        assert card.total_nbytes <= memory
+        for _ in range(20):
+            assert engine.generate(PROMPT) == expected
+        assert running_now.shadow.is_open, running_now.shadow.notes
+        print(running_now.shadow.decisions)

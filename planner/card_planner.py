@@ -1,0 +1,311 @@
+"""The planner of an engine with cards: the shadow of `hybrid_shadow.py`, with exact placements.
+
+The shadow thinks in parts of groups; here they become blocks and units, which the engine moves and
+switches to. What it hears of a step is what the lanes measured; what it is told of a plan is what
+rounding made of it, so that predictions are about what really runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from shadowlane.planner import events as ev
+from shadowlane.planner.card_placement import place_on_cards
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.hand_placement import plan_by_hand
+from shadowlane.planner.hardware import Hardware
+from shadowlane.planner.hybrid import Model, Plan, Prompts, Work, assumed_hits, model_of
+from shadowlane.planner.hybrid_layouts import Question
+from shadowlane.planner.hybrid_search import search
+from shadowlane.planner.hybrid_shadow import (
+    Command,
+    Explained,
+    HybridShadow,
+    MemoryTaken,
+    Move,
+    Refused,
+    StepMeasured,
+    Switch,
+    WorkChanged,
+)
+from shadowlane.planner.lifecycle import Placements, Record
+from shadowlane.planner.placement import Placement, Request, show_nbytes
+from shadowlane.planner.plan_of import plan_of
+from shadowlane.planner.stages import first_stage
+from shadowlane.planner.trial import Option, Settings
+
+STORY_ENTRIES = 12
+SETTLE_STEPS = 2  # steps of a new placement that are not measured: rings fill
+GROWTH = 1.5  # of a context, that makes the shadow think of longer ones
+PROMPT_TOKENS = 2.0  # of a prompt, for each token of an answer
+OURS = "auto"  # the strategy that is searched for, not one of those by hand
+
+
+@dataclass(slots=True)
+class _Expected:
+    """What was promised of a placement, until it has been measured."""
+
+    seconds: float
+    staying_s: float
+    measured: list[float]
+
+
+class CardPlanner:
+    """Plans for one engine with cards; `handle` as of `PlannerState`."""
+
+    def __init__(
+        self, catalog: Catalog, request: Request, settings: Settings | None = None
+    ) -> None:
+        assert request.machine is not None, "cards are planned for on a machine that is described"
+        self.catalog = catalog
+        self.request = request
+        self.settings = settings or Settings()
+        self.placements = Placements(self.settings, self.story)
+        self.history: deque[str] = deque(maxlen=100)
+        self.model: Model = model_of(catalog, catalog.model)
+        self._machine: Hardware = within_budgets(request.machine, request)
+        context = min(request.context or self.model.max_context, self.model.max_context)
+        self._work = Work(sequences=1, context=min(512, context), max_context=context)
+        if request.max_batch > 1:
+            self._work = replace(self._work, sequences=request.max_batch)
+        self._shadow: HybridShadow | None = None
+        self._expected: dict[int, _Expected] = {}
+        self._after: Placement | None = None  # what a first stage makes room for
+        self._num_measured = 0
+        self._seconds = 0.0
+
+    # -- what may be asked
+
+    @property
+    def active_placement(self) -> Placement | None:
+        active = self.placements.active
+        return None if active is None else self.placements.records[active].placement
+
+    def regret(self) -> float | None:
+        """Not known: every plan but one runs elsewhere only in predictions."""
+        return None
+
+    def story(self, about: str = "") -> str:
+        """The newest entries of the history that mention `about`."""
+        return " | ".join([entry for entry in self.history if about in entry][-STORY_ENTRIES:])
+
+    def validate(self) -> None:
+        """Invariants that hold between any two events."""
+        self.placements.validate()
+
+    # -- events
+
+    def handle(self, event: ev.Event) -> list[ev.Command]:
+        self.history.append(ev.brief(event))
+        commands: list[ev.Command] = []
+        if isinstance(event, ev.EngineStarted):
+            commands = self._begin()
+        elif isinstance(event, ev.EngineResumed):
+            self.placements.take_over(
+                Option.as_placed("taken over", event.placement), event.newest_id
+            )
+            self._open_shadow(event.placement)
+        elif isinstance(event, ev.StepRetired):
+            commands = self._step_retired(event)
+        elif isinstance(event, ev.MemoryLeft):
+            commands = self._memory_left(event)
+        elif isinstance(event, ev.PlacementAcknowledged):
+            commands = self.placements.acknowledge(event)
+        elif isinstance(event, ev.PlacementAnnounced):
+            commands = self.placements.announce(event)
+        elif isinstance(event, ev.PlacementRefused):
+            commands = self._refused(event)
+        self.history.extend(f"-> {ev.brief(command)}" for command in commands)
+        return commands
+
+    def _begin(self) -> list[ev.Command]:
+        question = self._question(self._machine)
+        strategy = self.request.strategy
+        if strategy == OURS:
+            plan = search(question).plan
+        else:
+            plan = plan_by_hand(question, strategy, self.request.strategy_layers)
+        placement = self._exact(plan, question)
+        self._open_shadow(placement)
+        return self.placements.publish(
+            Option.as_placed(placement.strategy, placement), f"first plan: {placement.strategy}"
+        )
+
+    def _question(self, machine: Hardware) -> Question:
+        """For decode, and one chunk of a prompt for every so many tokens of answers."""
+        hits = assumed_hits(self.model)
+        return Question(self.model, machine, self._work, hit_rate=hits, prompts=self._prompts)
+
+    @property
+    def _prompts(self) -> Prompts:
+        """For each token of an answer, so many of a prompt, in chunks of what one step carries."""
+        rows = min(self.catalog.subchunk_rows, self._work.max_context)
+        work = Work("prefill", rows=rows, context=rows, max_context=self._work.max_context)
+        return Prompts(work, PROMPT_TOKENS / rows)
+
+    def _open_shadow(self, placement: Placement) -> None:
+        """Layouts by hand stay as they are: they are what a shadow is measured against."""
+        if self.request.strategy != OURS or not self.request.replan:
+            return
+        self._shadow = HybridShadow(
+            self.model,
+            self._machine,
+            self._work,
+            assumed_hits(self.model),
+            plan=plan_of(self.catalog, placement, self.model),
+            prompts=self._prompts,
+        )
+
+    def _exact(self, plan: Plan, question: Question) -> Placement:
+        return place_on_cards(self.catalog, plan, self.request, question)
+
+    # -- steps
+
+    def _step_retired(self, event: ev.StepRetired) -> list[ev.Command]:
+        record = self.placements.record(event.placement_id)
+        if record is None:
+            return []  # told late, in a batch: the switch has been seen already
+        commands: list[ev.Command] = []
+        if record.stage != "active":
+            commands += self.placements.activate(event.placement_id)
+            commands += self._activated(record)
+        if event.phase != "decode" or event.rows != 1 or self._shadow is None:
+            return commands
+        if record.settling:
+            record.settling -= 1
+            return commands
+        commands += self._compare(event)
+        if self.placements.is_switching:
+            return commands
+        measured = StepMeasured(event.seconds, _by_lane(event))
+        if event.context > GROWTH * self._work.context:
+            context = min(2 * self._work.context, self._work.max_context)
+            if context > self._work.context:
+                self._work = replace(self._work, context=context)
+                return commands + self._obey(self._shadow.handle(WorkChanged(self._work)))
+        return commands + self._obey(self._shadow.handle(measured))
+
+    def _activated(self, record: Record) -> list[ev.Command]:
+        """What runs now is what the shadow moved for, as rounding made it, or a stage before it."""
+        if self._shadow is None:
+            return []
+        if self._after is not None:
+            after, self._after = self._after, None
+            return self.placements.publish(
+                Option.as_placed(after.strategy, after), f"second stage of {after.strategy}"
+            )
+        if self._shadow.moving is not None:
+            self._shadow.handle(StepMeasured(0.0, {}, moved_nbytes=inf))
+        self._shadow.plan = plan_of(self.catalog, record.placement, self.model)
+        return []
+
+    def _compare(self, event: ev.StepRetired) -> list[ev.Command]:
+        """Say once what a new placement was expected to take, and takes."""
+        expected = self._expected.get(event.placement_id)
+        if expected is None:
+            return []
+        expected.measured.append(event.seconds)
+        if len(expected.measured) < self.settings.min_steps_between:
+            return []
+        del self._expected[event.placement_id]
+        got = sorted(expected.measured)[len(expected.measured) // 2]
+        return [
+            ev.Note(
+                f"placement {event.placement_id}: {_ms(expected.seconds)} a step expected, "
+                f"{_ms(got)} measured; {_ms(expected.staying_s)} before"
+            )
+        ]
+
+    def _memory_left(self, event: ev.MemoryLeft) -> list[ev.Command]:
+        if self._shadow is None:
+            return []
+        taken = MemoryTaken(event.vram_taken_nbytes, event.ram_taken_nbytes)
+        return self._obey(self._shadow.handle(taken))
+
+    def _refused(self, event: ev.PlacementRefused) -> list[ev.Command]:
+        if self.placements.record(event.placement_id) is None:
+            return []
+        self._expected.pop(event.placement_id, None)
+        self._after = None
+        if self._shadow is not None:
+            self._shadow.handle(Refused())
+            active = self.active_placement
+            if active is not None:
+                self._shadow.plan = plan_of(self.catalog, active, self.model)
+        commands = self.placements.refuse(event.placement_id)
+        return [*commands, ev.Note(f"placement {event.placement_id} cannot be: {event.why}")]
+
+    def _obey(self, commands: Sequence[Command]) -> list[ev.Command]:
+        """The newest plan that is moved for or switched to, as a placement on its way."""
+        assert self._shadow is not None
+        wanted: Plan | None = None
+        explained: Explained | None = None
+        for command in commands:
+            if isinstance(command, Explained):
+                explained = command
+            elif isinstance(command, Move | Switch):
+                wanted = command.plan
+        if wanted is None:
+            return []
+        active = self.active_placement
+        assert active is not None, "steps retire under it"
+        question = self._shadow.question
+        placement = self._exact(wanted, question)
+        staying_s = question.times(plan_of(self.catalog, active, self.model)).step_s
+        is_forced = explained is None
+        worth_s = staying_s * (1.0 - self._shadow.settings.gain)
+        if _is_same(placement, active) or not (is_forced or placement.predicted_step_s < worth_s):
+            # What was promised was lost in rounding.
+            self._shadow.handle(Refused())
+            self._shadow.plan = plan_of(self.catalog, active, self.model)
+            return []
+        stage = first_stage(self.catalog, active, placement)
+        if stage is not None:
+            self._after, placement_now = placement, stage
+        else:
+            placement_now = placement
+        reason = f"{placement.strategy}: what runs does not fit any more"
+        if explained is not None:
+            reason = (
+                f"{explained.why}: {_ms(staying_s)} a step if nothing changes, "
+                f"{_ms(placement.predicted_step_s)} as {placement.strategy}; moves "
+                f"{show_nbytes(round(explained.moved_nbytes))}"
+            )
+        published = self.placements.publish(
+            Option.as_placed(placement.strategy, placement_now), reason
+        )
+        self._expected[self.placements.num_published + (stage is not None)] = _Expected(
+            placement.predicted_step_s, staying_s, []
+        )
+        return published
+
+
+def within_budgets(machine: Hardware, request: Request) -> Hardware:
+    """The machine with as much memory as the request gives: nothing else of it is anybody's."""
+    cards = tuple(
+        replace(card, vram_nbytes=float(budget), reserved_nbytes=0.0)
+        for card, budget in zip(machine.cards, request.cards, strict=True)
+    )
+    return replace(machine, cards=cards, ram_nbytes=float(request.ram), reserved_nbytes=0.0)
+
+
+def _by_lane(event: ev.StepRetired) -> dict[str, float]:
+    """Busy seconds of the lanes that the shadow knows; several lanes of the processor as one."""
+    found: dict[str, float] = {}
+    for lane, busy_s in event.busy_s.items():
+        name = "cpu:0" if lane.startswith("cpu:") else lane
+        found[name] = max(busy_s, found.get(name, 0.0))
+    return found
+
+
+def _is_same(one: Placement, other: Placement) -> bool:
+    return replace(one, placement_id=0, strategy="", notes=(), predicted_step_s=0.0) == replace(
+        other, placement_id=0, strategy="", notes=(), predicted_step_s=0.0
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
