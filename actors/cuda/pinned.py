@@ -14,6 +14,7 @@ import ctypes
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -131,11 +132,17 @@ def touch(address: int, nbytes: int) -> None:
     np.frombuffer(memory, np.uint8)[::PAGE].max()
 
 
+class Submits(Protocol):
+    """A stream, for what a staging ring does with it."""
+
+    def submit(self, work: Callable[[int], None]) -> None: ...
+
+
 class StagingRing:
     """A few slots of pinned memory of the driver's own, used in turn by one thread.
 
-    `slot()` is where the next piece goes; `pass_on(stream)` says that the stream has been given all
-    that reads or writes the slot, which is free again when the stream has got there.
+    `slot` is where the next piece goes; `pass_on` says that the stream has been given all that
+    reads or writes it: the slot is free again when the stream has got there.
     """
 
     def __init__(self, driver: Driver, address: int, num_slots: int, slot_nbytes: int) -> None:
@@ -143,6 +150,7 @@ class StagingRing:
         self._address = address
         self._events = [driver.create_event() for _ in range(num_slots)]
         self._is_used = [False] * num_slots
+        self._is_recorded = [False] * num_slots  # an event that was never recorded counts as done
         self._next = 0
         self.slot_nbytes = slot_nbytes
 
@@ -176,21 +184,34 @@ class StagingRing:
         return len(self._events) * self.slot_nbytes
 
     def slot(self, is_aborted: Callable[[], bool]) -> int | None:
-        """The address of the next slot, when it is free; None if the wait is aborted."""
-        number = self._next
-        while self._is_used[number] and not self._driver.is_event_done(self._events[number]):
-            if is_aborted():
-                return None
-            time.sleep(POLL_S)
-        return self._address + number * self.slot_nbytes
+        """The address of the next slot, once it is free; None if the wait is aborted."""
+        if not self.wait_for(self._next, is_aborted):
+            return None
+        return self._address + self._next * self.slot_nbytes
 
-    def pass_on(self, stream: int) -> int:
-        """The slot is in the stream's hands; returns the event that it has passed it."""
+    def pass_on(self, stream: Submits) -> int:
+        """The slot is in the stream's hands; returns its number, for `wait_for`."""
         number = self._next
-        self._driver.record_event(self._events[number], stream)
-        self._is_used[number] = True
+        self._is_used[number], self._is_recorded[number] = True, False
         self._next = (number + 1) % len(self._events)
-        return self._events[number]
+
+        def record(handle: int) -> None:
+            self._driver.record_event(self._events[number], handle)
+            self._is_recorded[number] = True
+
+        stream.submit(record)
+        return number
+
+    def wait_for(self, number: int, is_aborted: Callable[[], bool]) -> bool:
+        """Wait until the stream has passed this slot; False if the wait is aborted."""
+        while self._is_used[number]:
+            if self._is_recorded[number] and self._driver.is_event_done(self._events[number]):
+                self._is_used[number] = False
+                return True
+            if is_aborted():
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def close(self) -> None:
         for event in self._events:
@@ -205,7 +226,13 @@ class HostAccess:
 
     pinned: PinnedMemory
     staging: StagingRing | None
-    reason: str  # why there is a ring, for people; "" where the whole arena is pinned
+    reason: str  # what was refused, for people; "" where the whole arena is pinned
+
+    def close(self) -> None:
+        """Give all back; no copy may be under way."""
+        if self.staging is not None:
+            self.staging.close()
+        self.pinned.close()
 
 
 def pin_arena(

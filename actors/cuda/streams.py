@@ -220,10 +220,12 @@ class CardStream:
         with self.lock:
             self._copy(target, source, nbytes, Direction.D2D)
 
-    def copy_staged(self, target: int, source: int, nbytes: int, direction: Direction) -> None:
+    def copy_staged(
+        self, target: int, source: int, nbytes: int, way: Literal["h2d", "d2h"]
+    ) -> None:
         """Between the card and a slot of a `StagingRing`."""
         with self.lock:
-            self._copy(target, source, nbytes, direction)
+            self._copy(target, source, nbytes, Direction.H2D if way == "h2d" else Direction.D2H)
 
     def _copy(self, target: int, source: int, nbytes: int, direction: Direction) -> None:
         def start() -> None:
