@@ -121,7 +121,7 @@ class CudaDriver:
             from cuda.bindings import driver, runtime
         except ImportError as error:
             raise CudaError(
-                "import cuda.bindings", f"{error} (pip install cuda-bindings)"
+                "import cuda.bindings", f"{error} (pip install 'shadowlane[gpu]')"
             ) from None
         self._driver: Any = driver
         self._runtime: Any = runtime

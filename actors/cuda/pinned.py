@@ -243,6 +243,7 @@ def pin_arena(
     *,
     chunk_nbytes: int = CHUNK_NBYTES,
     most_staging_nbytes: int = MOST_STAGING_NBYTES,
+    least_staging_nbytes: int = LEAST_STAGING_NBYTES,
 ) -> HostAccess:
     """Pin an arena as far as it goes. control, weights: (address, nbytes), whole pages.
 
@@ -259,5 +260,11 @@ def pin_arena(
             reason = reason or str(error)
     if not reason or pinned.holds(*weights):
         return HostAccess(pinned, None, reason)
-    staging = StagingRing.largest(driver, slot_nbytes, most_staging_nbytes)
+    try:
+        staging = StagingRing.largest(
+            driver, slot_nbytes, most_staging_nbytes, least_staging_nbytes
+        )
+    except CudaError:
+        pinned.close()
+        raise
     return HostAccess(pinned, staging, f"{reason}; staging {format_size(staging.nbytes)}")
