@@ -15,7 +15,12 @@ from shadowlane.actors.copier import CHUNK_NBYTES, StreamCopier, Way
 from shadowlane.actors.cuda.devices import find_devices
 from shadowlane.actors.cuda.driver import CudaError, Driver
 from shadowlane.actors.cuda.memory import CardMemory, CardMemoryHandle
-from shadowlane.actors.cuda.pinned import MOST_STAGING_NBYTES, HostAccess, pin_arena
+from shadowlane.actors.cuda.pinned import (
+    LEAST_STAGING_NBYTES,
+    MOST_STAGING_NBYTES,
+    HostAccess,
+    pin_arena,
+)
 from shadowlane.actors.cuda.streams import CardStreams
 
 
@@ -39,6 +44,7 @@ class Regions:
         *,
         chunk_nbytes: int = CHUNK_NBYTES,
         most_staging_nbytes: int = MOST_STAGING_NBYTES,
+        least_staging_nbytes: int = LEAST_STAGING_NBYTES,
     ) -> HostAccess:
         """Pin them in this process, as far as it goes."""
         return pin_arena(
@@ -47,6 +53,7 @@ class Regions:
             (arena.base + self.weights[0], self.weights[1]),
             chunk_nbytes,
             most_staging_nbytes=most_staging_nbytes,
+            least_staging_nbytes=least_staging_nbytes,
         )
 
 
@@ -70,6 +77,7 @@ class CardCopier:
         *,
         chunk_nbytes: int = CHUNK_NBYTES,
         most_staging_nbytes: int = MOST_STAGING_NBYTES,
+        least_staging_nbytes: int = LEAST_STAGING_NBYTES,
     ) -> None:
         """Raises CudaError where memory of a card cannot be shared, or no host memory pinned."""
         with ExitStack() as closing:
@@ -78,7 +86,11 @@ class CardCopier:
             card = CardMemory.open(driver, handle)
             closing.callback(card.close)
             self.access = regions.pin(
-                driver, arena, chunk_nbytes=chunk_nbytes, most_staging_nbytes=most_staging_nbytes
+                driver,
+                arena,
+                chunk_nbytes=chunk_nbytes,
+                most_staging_nbytes=most_staging_nbytes,
+                least_staging_nbytes=least_staging_nbytes,
             )
             closing.callback(self.access.close)
             abort, words = arena.base + regions.abort, arena.base + regions.words

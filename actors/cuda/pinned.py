@@ -172,12 +172,17 @@ class StagingRing:
             num_slots = wanted // slot_nbytes
             try:
                 address = driver.allocate_host(num_slots * slot_nbytes)
-                return cls(driver, address, num_slots, slot_nbytes)
+                break
             except CudaError:
                 driver.clear_error()
                 if wanted <= least_nbytes:
                     raise
             wanted = max(wanted // 2, least_nbytes)
+        try:
+            return cls(driver, address, num_slots, slot_nbytes)
+        except CudaError:
+            driver.free_host(address)
+            raise
 
     @property
     def nbytes(self) -> int:

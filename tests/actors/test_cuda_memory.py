@@ -64,7 +64,7 @@ def test_a_machine_without_cards_says_so() -> None:
 
 def test_too_much_memory_tells_what_is_free(driver: RecordingDriver) -> None:
     card = CardMemory.allocate(driver, 48 << 20)
-    with pytest.raises(CudaError, match="16.0 MiB of 64.0 MiB are free") as raised:
+    with pytest.raises(CudaError, match=r"16\.0 MiB of 64\.0 MiB are free") as raised:
         CardMemory.allocate(driver, 32 << 20)
     assert raised.value.call == "allocate"
     assert driver.last_error is None, "a failure that was dealt with must not come up later"
