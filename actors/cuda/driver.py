@@ -90,8 +90,8 @@ class Driver(Protocol):
     ) -> None: ...
     def wait_value(self, stream: int, address: int, value: int) -> None: ...
     def write_value(self, stream: int, address: int, value: int) -> None: ...
-    def call_host(self, stream: int, function: int) -> None:
-        """Call the C function `void (*)(void *)` at this address when the stream gets there."""
+    def call_host(self, stream: int, function: int, data: int) -> None:
+        """Call the C function `void (*)(void *data)` at this address when the stream is there."""
         ...
 
     # -- events
@@ -256,10 +256,10 @@ class CudaDriver:
         write = self._driver.cuStreamWriteValue32
         self._check(what, write, stream, address, value & 0xFFFFFFFF, 0)
 
-    def call_host(self, stream: int, function: int) -> None:
+    def call_host(self, stream: int, function: int, data: int) -> None:
         what = "cuLaunchHostFunc"
         launch = self._driver.cuLaunchHostFunc
-        self._check(what, launch, stream, self._driver.CUhostFn(function), 0)
+        self._check(what, launch, stream, self._driver.CUhostFn(function), data)
 
     # -- events
 

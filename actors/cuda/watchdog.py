@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shadowlane.actors.cuda.streams import CardStreams
@@ -25,14 +25,18 @@ class Watchdog:
         self._streams = streams
         self._until: float | None = None  # monotonic; None: no limit now
         self._fired = False
+        self._on_fire: Callable[[], None] | None = None
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     @contextmanager
-    def limit(self, seconds: float) -> Iterator[None]:
-        """Raise TimeoutError at the end if this took longer, all waits having been released."""
-        self._fired = False
+    def limit(self, seconds: float, on_fire: Callable[[], None] | None = None) -> Iterator[None]:
+        """Raise TimeoutError at the end if this took longer, all waits having been released.
+
+        on_fire: called when the time is up, to end what waits on the host.
+        """
+        self._fired, self._on_fire = False, on_fire
         self._until = time.monotonic() + seconds
         try:
             yield
@@ -49,6 +53,8 @@ class Watchdog:
         while not self._is_closing.wait(LOOK_S):
             until = self._until
             if until is not None and time.monotonic() >= until:
+                if not self._fired and self._on_fire is not None:
+                    self._on_fire()
                 self._fired = True
                 self._streams.release_waits()
             elif counter_value(self._streams.abort) != 0:

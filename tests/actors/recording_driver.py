@@ -415,9 +415,9 @@ class RecordingDriver:
     def _has_reached(word: ctypes.c_uint32, value: int) -> bool:
         return (word.value - value) & 0xFFFFFFFF < 1 << 31
 
-    def call_host(self, stream: int, function: int) -> None:
+    def call_host(self, stream: int, function: int, data: int) -> None:
         self._record("call_host", stream)
-        self._give(stream, Call("call_host", (), lambda: HostFunction(function)(None)))
+        self._give(stream, Call("call_host", (), lambda: HostFunction(function)(data)))
 
     # -- events
 

@@ -14,6 +14,7 @@ from recording_driver import RecordingDriver
 
 from shadowlane.actors.arena import Arena
 from shadowlane.actors.blueprint import PAGE
+from shadowlane.actors.cuda.bells import Bells
 from shadowlane.actors.cuda.driver import CudaError
 from shadowlane.actors.cuda.memory import CardMemory
 from shadowlane.actors.cuda.pinned import PinnedMemory
@@ -348,3 +349,29 @@ def test_counters_out_of_reach_of_the_card_mean_events() -> None:
     assert streams.reason == "counters are not pinned"
     streams.close()
     arena.close()
+
+
+def test_bells_wake_those_who_sleep_at_a_counter_of_a_card(make_rig: Callable[..., Rig]) -> None:
+    """Sleepers look by themselves only after 20 ms; so many are woken in far less."""
+    rig = make_rig(RecordingDriver())
+    bells = Bells([rig.counter(0), rig.counter(1)])
+    stream = rig.streams.open()
+    woken_ms: list[float] = []
+
+    def sleep() -> None:
+        for value in range(1, 41):
+            publish(rig.counter(1), value)
+            began = time.monotonic()
+            assert wait_counter(rig.counter(0), value, rig.arena.base, 0, PATIENCE_NS) == 0
+            woken_ms.append(1e3 * (time.monotonic() - began))
+
+    for value in range(1, 41):
+        stream.wait_counter(rig.counter(1), value)
+        stream.write_counter(rig.counter(0), value)
+    sleeper = threading.Thread(target=sleep)
+    sleeper.start()
+    sleeper.join(30)
+    assert len(woken_ms) == 40
+    assert sorted(woken_ms)[10] < 15, "nobody was woken"
+    bells.close()
+    rig.close()
