@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -62,10 +63,11 @@ def run_section(rig: Rig, name: str, section: Section, until: float, out: TextIO
             if time.monotonic() >= until:
                 tell(note(name, skipped="no time is left for the rest"))
                 return
-    except (RuntimeError, OSError, ValueError) as error:
+    except Exception as error:  # whatever it is, the next section may still work
         tell(note(name, error=" ".join(f"{type(error).__name__}: {error}".split())))
     finally:
-        rig.streams.abandon(5.0)
+        with suppress(CudaError):  # a card that has failed fails at everything; the lines say so
+            rig.streams.abandon(5.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name in wanted:
                 run_section(rig, name, section, until, out)
     finally:
-        rig.close()
+        with suppress(CudaError):
+            rig.close()
         gc.enable()
         if isinstance(out, Tee):
             out.close()

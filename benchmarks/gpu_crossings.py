@@ -26,6 +26,7 @@ from shadowlane.ops.atomics import WAIT_OK, publish, wait_counter, write_i32
 from shadowlane.ops.compiled import cfunc
 
 BATCH = 100  # round trips that are queued at a time; launch queues are finite
+SLOW_BATCH = 10  # where each may take many milliseconds, and the watchdog looks at them all
 CHUNKS_MIB = (1, 2, 4, 8, 16, 32, 64)
 BUSY_S = 5e-3
 MOST_QUEUED = 20_000
@@ -69,12 +70,14 @@ def _places(rig: Rig) -> tuple[int, int, int]:
     return rig.card.at(rig.nbytes - SMALL_NBYTES, SMALL_NBYTES), here, here + SMALL_NBYTES
 
 
-def _round_trips(rig: Rig, work: Callable[[], None], count: int) -> tuple[list[float], float]:
+def _round_trips(
+    rig: Rig, work: Callable[[], None], count: int, most_queued: int = BATCH
+) -> tuple[list[float], float]:
     """(us of each round trip, us of the calls that queued one), waits and writes queued ahead."""
     samples: list[float] = []
     queued_s = 0.0
     while len(samples) < count:
-        batch = min(BATCH, count - len(samples))
+        batch = min(most_queued, count - len(samples))
         base = rig.reset_hops(OUR_HOPS)
         with rig.limit():
             began = time.perf_counter()
@@ -142,7 +145,7 @@ def under_weights(rig: Rig) -> Iterator[Row]:
         ):
             feeder = Feeder(rig, rig.second, mib << 20)
             try:
-                samples, _ = _round_trips(rig, work, count)
+                samples, _ = _round_trips(rig, work, count, SLOW_BATCH)
             finally:
                 rate = feeder.stop()
             title = f"crossing with 16 KiB both ways, {name}, beside chunks of {mib} MiB"

@@ -119,6 +119,28 @@ def test_a_section_that_hangs_is_ended_and_the_next_begins(
     assert any(each["name"].startswith("matvec") and each["median"] for each in rows)
 
 
+class Broken(RecordingDriver):
+    """Fails at the first copy, and then at everything that asks for a stream, as cards do."""
+
+    def copy(self, *given: object) -> None:
+        self.failures["copy"] = "cudaErrorIllegalAddress"
+        self._fail("copy")
+
+    def is_stream_idle(self, stream: int) -> bool:
+        self._fail("copy")
+        return super().is_stream_idle(stream)
+
+
+def test_a_card_that_fails_is_a_line_per_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = named(monkeypatch, Broken)
+    rows = run(tmp_path / "card.jsonl", *driver, "--only", "rates,overlap")
+    assert [each["name"] for each in rows] == ["machine", "rates", "overlap"]
+    for each in rows[1:]:
+        assert each["error"] == "CudaError: copy: cudaErrorIllegalAddress"
+
+
 def test_no_time_is_a_line(tmp_path: Path) -> None:
     driver = ("--driver", "recording_driver:RecordingDriver")
     rows = run(tmp_path / "card.jsonl", *driver, "--minutes", "0")

@@ -33,8 +33,8 @@ class Direction(IntEnum):
 class CudaError(RuntimeError):
     """A call that failed: one line with the call and the driver's own name of the error."""
 
-    def __init__(self, call: str, name: str) -> None:
-        super().__init__(f"{call}: {name}")
+    def __init__(self, call: str, name: str, more: str = "") -> None:
+        super().__init__(f"{call}: {name}; {more}" if more else f"{call}: {name}")
         self.call = call
         self.name = name
 

@@ -48,7 +48,7 @@ class CardMemory:
                 raise
             free, total = driver.memory_info()
             left = f"{format_size(free)} of {format_size(total)} are free"
-            raise CudaError(error.call, f"{error.name}; {left}") from None
+            raise CudaError(error.call, error.name, left) from None
         return cls(driver, address, nbytes, is_owner=True)
 
     @classmethod

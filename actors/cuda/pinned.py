@@ -80,7 +80,7 @@ class PinnedMemory:
                 for each in done:
                     self._driver.unregister_host(each.address)
                 pinned = format_size(sum(each.nbytes for each in done))
-                raise CudaError(error.call, f"{error.name} (after {pinned})") from None
+                raise CudaError(error.call, error.name, f"{pinned} went before") from None
         self._pieces = sorted([*self._pieces, *done], key=lambda each: each.address)
         self._starts = [each.address for each in self._pieces]
 
@@ -129,7 +129,7 @@ def touch(address: int, nbytes: int) -> None:
         return
     # An older kernel. Reading is enough: a hole in shared memory gets its page then.
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    np.frombuffer(memory, np.uint8)[::PAGE].max()
+    np.frombuffer(memoryview(memory), np.uint8)[::PAGE].max()
 
 
 class Submits(Protocol):

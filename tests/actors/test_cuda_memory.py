@@ -67,6 +67,7 @@ def test_too_much_memory_tells_what_is_free(driver: RecordingDriver) -> None:
     with pytest.raises(CudaError, match=r"16\.0 MiB of 64\.0 MiB are free") as raised:
         CardMemory.allocate(driver, 32 << 20)
     assert raised.value.call == "allocate"
+    assert raised.value.is_out_of_memory
     assert driver.last_error is None, "a failure that was dealt with must not come up later"
     card.close()
     card.close()
@@ -131,7 +132,7 @@ def test_pinning_is_all_or_nothing(arena: Arena) -> None:
     driver = RecordingDriver(pin_limit=20 * PAGE)
     driver.set_device(0)
     pinned = PinnedMemory(driver, CHUNK)
-    with pytest.raises(CudaError, match=r"cudaErrorMemoryAllocation \(after 64.0 KiB\)"):
+    with pytest.raises(CudaError, match=r"cudaErrorMemoryAllocation; 64\.0 KiB went before"):
         pinned.register(arena.base, NBYTES)
     assert driver.left()["pinned"] == 0
     assert driver.last_error is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from shadowlane.actors.cuda.devices import find_devices
@@ -11,11 +9,11 @@ from shadowlane.actors.cuda.driver import CudaDriver, CudaError
 
 
 @pytest.fixture(scope="session")
-def driver() -> Iterator[CudaDriver]:
+def driver() -> CudaDriver:
     try:
         driver = CudaDriver()
         find_devices(driver)
     except CudaError as error:
         pytest.skip(f"no CUDA card: {error}")
     driver.set_device(0)
-    yield driver
+    return driver
