@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from shadowlane.actors.cuda.streams import CardStreams
 from shadowlane.ops.atomics import counter_value
@@ -18,14 +19,22 @@ from shadowlane.ops.atomics import counter_value
 LOOK_S = 5e-3
 
 
+@dataclass(slots=True)
+class Limit:
+    """What somebody wants ended by when."""
+
+    until: float  # monotonic
+    on_fire: Callable[[], None] | None
+    has_fired: bool = False
+
+
 class Watchdog:
     """Releases the waits of `streams` while the abort word is set or a limit has passed."""
 
     def __init__(self, streams: CardStreams) -> None:
         self._streams = streams
-        self._until: float | None = None  # monotonic; None: no limit now
-        self._fired = False
-        self._on_fire: Callable[[], None] | None = None
+        self._limit: Limit | None = None
+        self._lock = threading.Lock()  # held while firing: nothing is fired at whoever comes next
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -34,15 +43,17 @@ class Watchdog:
     def limit(self, seconds: float, on_fire: Callable[[], None] | None = None) -> Iterator[None]:
         """Raise TimeoutError at the end if this took longer, all waits having been released.
 
-        on_fire: called when the time is up, to end what waits on the host.
+        on_fire: called when the time is up, to end what waits on the host. One limit at a time.
         """
-        self._fired, self._on_fire = False, on_fire
-        self._until = time.monotonic() + seconds
+        limit = Limit(time.monotonic() + seconds, on_fire)
+        with self._lock:
+            self._limit = limit
         try:
             yield
         finally:
-            self._until = None
-        if self._fired:
+            with self._lock:
+                self._limit = None
+        if limit.has_fired:
             raise TimeoutError(f"it must end within {seconds:g} s; its waits were released")
 
     def close(self) -> None:
@@ -51,11 +62,12 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._is_closing.wait(LOOK_S):
-            until = self._until
-            if until is not None and time.monotonic() >= until:
-                if not self._fired and self._on_fire is not None:
-                    self._on_fire()
-                self._fired = True
-                self._streams.release_waits()
-            elif counter_value(self._streams.abort) != 0:
-                self._streams.release_waits()
+            with self._lock:
+                limit = self._limit
+                if limit is not None and time.monotonic() >= limit.until:
+                    if not limit.has_fired and limit.on_fire is not None:
+                        limit.on_fire()
+                    limit.has_fired = True
+                    self._streams.release_waits()
+                elif counter_value(self._streams.abort) != 0:
+                    self._streams.release_waits()
