@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from recording_driver import CARD, MAPPED, RecordingDriver
+from recording_driver import RecordingDriver
+from recording_memory import CARD, MAPPED
 
 from shadowlane.actors.arena import Arena
 from shadowlane.actors.blueprint import PAGE
