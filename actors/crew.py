@@ -23,11 +23,12 @@ from shadowlane.actors.recovery import (
     settle_counters,
     wait_until_parked,
 )
+from shadowlane.actors.requests import lanes_of
 from shadowlane.actors.spec import EngineSettings
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.files import ModelFiles
 from shadowlane.planner.heat import Heat
-from shadowlane.planner.placement import DISK_LANE, LaneSpec, Placement
+from shadowlane.planner.placement import DISK_LANE, Placement
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program, build_programs
 
@@ -81,10 +82,7 @@ class Crew:
     def __init__(
         self, host: Host, settings: EngineSettings, blueprint: Blueprint, files: ModelFiles
     ) -> None:
-        self.lanes = (
-            *(LaneSpec(f"cpu:{number}", len(each)) for number, each in enumerate(settings.cores)),
-            *(LaneSpec(f"gpu:{card}", 1) for card in range(len(settings.cards))),
-        )
+        self.lanes = lanes_of(settings)
         self._host = host
         self._settings = settings
         self._blueprint = blueprint

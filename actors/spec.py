@@ -59,7 +59,7 @@ class Emulated:
     hardware: Hardware
     seed: int = 0
     is_hidden: bool = False  # rates are off from what the file says, each by a factor of its own
-    slowed: float = 1.0  # seconds here for one emulated second
+    slowed: float | None = None  # seconds here for one emulated second; None: chosen by the plan
     small_nbytes: float = 1.5e6  # a matrix of this size reaches half of a rate
     script: tuple[tuple[int, Conditions], ...] = ()  # what is left from so many decode steps on
 
