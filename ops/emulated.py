@@ -45,6 +45,7 @@ SKIPS: Final = 12  # 1: only time passes, nothing is computed
 ROW_NBYTES: Final = 13  # of a row of activations that crosses
 SMALL_NBYTES: Final = 14  # a matrix of this size reaches half of a rate
 OVERRUN_S: Final = 15  # written by the lane: what its kernels took beyond the modelled time
+BUSY_S: Final = 16  # written by the lane: inside instructions, by the clock of this machine
 LAW_FIELDS: Final = 24
 LAW_NBYTES: Final = LAW_FIELDS * 8
 
@@ -203,6 +204,10 @@ def hold(base: int, geometry: Any, row: Any, record: int, ready_ns: int, late_ns
         write_f64(law + 8 * OVERRUN_S, law_f64(law, OVERRUN_S) + over_ns * 1e-9)
     else:
         sleep_until(end_ns, law, base + geometry[t.ABORT])
+    busy_ns = now_ns() - max(begin_ns, late_ns)
+    if late_ns > 0:  # what was there could be worked on while the rest was on its way
+        busy_ns = max(busy_ns, int(working * slowed))
+    write_f64(law + 8 * BUSY_S, law_f64(law, BUSY_S) + busy_ns * 1e-9)
     return begin_ns
 
 
