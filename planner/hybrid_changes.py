@@ -26,7 +26,7 @@ from shadowlane.planner.profile import Phase
 MECHANISMS = ("kinds", "kv", "knapsack", "experts", "split", "across", "bring", "refine")
 PARTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of what is not on the card, brought to it
 TIMES = (0.0, 0.5, 0.75, 1.25, 1.5)  # as much brought as before, in a re-plan
-REPLAN_LOADS = 2_500  # that small changes of a re-plan may play through: some 20 ms
+REPLAN_LOADS = 2_000  # that small changes of a re-plan may play through: some 15 ms
 
 
 def bring(question: Question, start: Answer, best: Answer) -> Answer:

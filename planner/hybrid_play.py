@@ -219,6 +219,9 @@ class _Step:
         """When the last group ends; at least `worth_s` if that is sure. rest_s: of all groups."""
         layers = self._model.layers
         least_s = [max(price.sides_s) for price in prices]
+        hops = self._hops
+        # (side, seconds), where one side does all of it and nothing is carried: most groups
+        alone = [_alone(price) for price in prices]
         place = like = 0  # like: layers in a row that are as the one before
         before: Sequence[int] = ()
         shifts: list[float] = []  # by how much like layers moved everything, one after the other
@@ -228,12 +231,17 @@ class _Step:
             like = like + 1 if layer == before else 0
             before = layer
             was = self._clocks(layer, prices) if like else []
-            for index in range(start, end):
+            for index, number in enumerate(layer, start):
                 begin_s = min(self._ready)
                 if begin_s + rest_s >= worth_s:
                     return begin_s + rest_s
-                rest_s -= least_s[order[index]]
-                self._group(index, prices[order[index]], begin_s)
+                rest_s -= least_s[number]
+                one = alone[number]
+                if one is None:
+                    self._group(index, prices[number], begin_s)
+                else:
+                    end_s = self._ready[one[0]] + one[1]
+                    self._ready = [end_s + hop for hop in hops[one[0]]]
             place += 1
             if not like:
                 shifts = []
@@ -256,10 +264,11 @@ class _Step:
     def _group(self, index: int, price: Price, begin_s: float) -> None:
         load = self._model.loads[index]
         ready, hops = self._ready, self._hops
-        if not price.read_nbytes and not any(price.brought_nbytes):
-            ends = [(side, ready[side] + took) for side, took in enumerate(price.sides_s) if took]
-        else:
+        is_carried = price.is_carried
+        if is_carried:
             ends = self._arriving(load, price, begin_s)
+        else:
+            ends = [(side, ready[side] + took) for side, took in enumerate(price.sides_s) if took]
         if not ends:
             return
         if len(ends) == 1:
@@ -270,7 +279,7 @@ class _Step:
                 max([end_s + hops[side][there] for side, end_s in ends]) + price.more_s
                 for there in range(len(ready))
             ]
-        if price.read_nbytes or any(price.brought_nbytes):
+        if is_carried:
             done_s = min(self._ready)
             for link, nbytes in zip(self.links, price.brought_nbytes, strict=True):
                 if nbytes:
@@ -330,6 +339,12 @@ class _Step:
         self._ready = [each + seconds for each in self._ready]
         for ring, _ in self._rings(layer, prices):
             ring.skip(seconds)
+
+
+def _alone(price: Price) -> tuple[int, float] | None:
+    """The one side that does all of a group, and its seconds; None: several, or it is carried."""
+    sides = [(side, took) for side, took in enumerate(price.sides_s) if took]
+    return sides[0] if len(sides) == 1 and not price.is_carried else None
 
 
 def _shift(before: Sequence[float], after: Sequence[float]) -> float | None:

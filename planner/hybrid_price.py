@@ -19,6 +19,11 @@ class Price(NamedTuple):
     read_nbytes: float  # off the disk
     more_s: float  # what the longest side takes beyond its mean, expected
 
+    @property
+    def is_carried(self) -> bool:
+        """Whether anything of it comes over a link or off the disk."""
+        return self.read_nbytes > 0.0 or any(self.brought_nbytes)
+
 
 class Rates(NamedTuple):
     """A machine under its conditions."""
