@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
 
 from shadowlane.planner import events as ev
 from shadowlane.planner.card_placement import place_on_cards
@@ -22,6 +21,7 @@ from shadowlane.planner.hybrid import Model, Plan, Prompts, Work, assumed_hits, 
 from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import (
+    Arrived,
     Command,
     Explained,
     HybridShadow,
@@ -184,8 +184,7 @@ class CardPlanner:
             return self.placements.publish(
                 Option.as_placed(after.strategy, after), f"second stage of {after.strategy}"
             )
-        if self._shadow.moving is not None:
-            self._shadow.handle(StepMeasured(0.0, {}, moved_nbytes=inf))
+        self._shadow.handle(Arrived())
         self._shadow.plan = plan_of(self.catalog, record.placement, self.model)
         return []
 
