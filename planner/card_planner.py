@@ -240,8 +240,9 @@ class CardPlanner:
         assert active is not None, "steps retire under it"
         question = self._shadow.question
         placement = self._exact(wanted, question)
-        staying_s = question.times(plan_of(self.catalog, active, self.model)).step_s
-        is_forced = explained is None
+        staying = plan_of(self.catalog, active, self.model)
+        staying_s = question.times(staying).step_s
+        is_forced = explained is None or not question.fits(staying)
         worth_s = staying_s * (1.0 - self._shadow.settings.gain)
         if _is_same(placement, active) or not (is_forced or placement.predicted_step_s < worth_s):
             # What was promised was lost in rounding.
@@ -249,11 +250,9 @@ class CardPlanner:
             self._shadow.plan = plan_of(self.catalog, active, self.model)
             return []
         stage = first_stage(self.catalog, active, placement)
-        if stage is not None:
-            self._after, placement_now = placement, stage
-        else:
-            placement_now = placement
-        reason = f"{placement.strategy}: what runs does not fit any more"
+        self._after = None if stage is None else placement
+        placement_now = stage or placement
+        reason = f"what runs does not fit any more: {placement.strategy}"
         if explained is not None:
             reason = (
                 f"{explained.why}: {_ms(staying_s)} a step if nothing changes, "
