@@ -7,6 +7,7 @@ going again when one has failed. Decides nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -275,6 +276,10 @@ class Crew:
         keeps_ring = not is_first and self.placement.sweep == placement.sweep
         self._start_sweep(placement, keeps_ring)
         self.placement = placement
+        # No step will run under an older one: it is not given to lanes that are started again.
+        older = [each for each in self._published if each < placement.placement_id]
+        for placement_id in older:
+            del self._published[placement_id]
         self._drop_all_but([placement])
 
     def _start_sweep(self, placement: Placement, keeps_ring: bool) -> None:
@@ -434,7 +439,7 @@ class Crew:
     def go_on_moving(self, moves: Moves) -> bool:
         """Whether all has arrived. What goes to cards follows once it is in RAM.
 
-        Raises LaneDied; then what was on its way is moved anew by whoever asks again.
+        Raises LaneDied; then nothing is on its way any more, and all of it has to be moved anew.
         """
         if moves.why is not None:
             return True
@@ -492,6 +497,10 @@ class Crew:
 
     def _undo(self, moves: Moves) -> None:
         """Give back what was taken for a placement that will not come."""
+        for each in moves.pending:  # nothing may be written there once it is given to others
+            with suppress(Exception):  # it is not wanted, whatever became of it
+                each.result()
+        moves.pending, moves.later = [], []
         for each in moves.taken:
             for offset, nbytes in each.homes.drop(each.offsets):
                 self._arena.release(offset, nbytes)
