@@ -455,14 +455,19 @@ class Service:
 
     def _timeline(self, engine: Engine) -> dict[str, Any]:
         workers = [
-            (number, worker, engine.gauges.worker_spans(number, worker))
+            (spec.name, worker, engine.gauges.worker_spans(number, worker))
             for number, spec in enumerate(engine.lanes)
             for worker in range(spec.threads)
         ]
+        reads = {
+            f"h2d:{card}": engine.gauges.link_spans(card)
+            for card in range(len(engine.placement.cards))
+        }
+        reads["disk:0"] = engine.gauges.disk_spans()
         return make_timeline(
             engine.blueprint.catalog,
             workers,
-            engine.gauges.disk_spans(),
+            reads,
             list(engine.shadow.decisions),
         )
 
