@@ -1,0 +1,285 @@
+"""Weight files as blocks on a device, and whole steps by the operators of one card or of two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from plain_forward import load_experts
+
+from shadowlane.ops.card.buffers import CardGeometry, StepRows
+from shadowlane.ops.card.experts import CardExpert
+from shadowlane.ops.card.operators import UNIT_ROWS, CardOperators
+from shadowlane.ops.card.products import CardBlock
+from shadowlane.ops.decoder import (
+    EMBEDDING,
+    DecoderConfig,
+    GroupDescription,
+    describe_groups,
+    read_decoder,
+    read_experts,
+)
+from shadowlane.ops.decoder_config import DType
+from shadowlane.ops.expand import expand_rows
+from shadowlane.ops.files import ModelFiles, TensorSource, open_model
+from shadowlane.ops.layouts import LAYOUTS
+from shadowlane.ops.rope import inv_freq
+from shadowlane.ops.scattered_experts import has_scattered_experts
+
+BLOCK_ROWS = 48
+PAGE_TOKENS = 8
+
+
+@dataclass
+class CardModel:
+    """A model's weights on a device, cut into blocks of BLOCK_ROWS rows."""
+
+    config: DecoderConfig
+    files: ModelFiles
+    groups: tuple[GroupDescription, ...]
+    blocks: dict[str, list[CardBlock]]
+    experts: dict[int, dict[int, CardExpert]]  # layer -> expert
+    constants: dict[str, np.ndarray]
+    device: str
+    embedding_layout: str
+    gather: torch.Tensor = field(repr=False)  # the table of embeddings, row by row, on the host
+
+
+def load_model(path: Path, device: str = "cpu") -> CardModel:
+    files = open_model(path)
+    config = read_decoder(files)
+    groups = describe_groups(config)
+    blocks = {group.name: _blocks(group, files, device) for group in groups}
+    constants = {
+        name: _constant(source)
+        for name, source in files.tensors.items()
+        if len(source.shape) == 1 or name.endswith("_bias")
+    }
+    embedding = files.tensors[EMBEDDING]
+    table = _bytes(embedding).reshape(embedding.shape[0], -1)
+    return CardModel(
+        config, files, groups, blocks, _experts(config, files, device), constants, device,
+        embedding.layout, torch.from_numpy(table),
+    )  # fmt: skip
+
+
+def _bytes(source: TensorSource) -> np.ndarray:
+    return np.fromfile(source.path, np.uint8, source.nbytes, offset=source.offset)
+
+
+def _constant(source: TensorSource) -> np.ndarray:
+    values = expand_rows(source.layout, _bytes(source), 1, source.nbytes // LAYOUTS[source.layout].block_nbytes)
+    return values[0, :: source.step].reshape(source.shape)
+
+
+def _block(layout: str, raw: np.ndarray, device: str, rows: int, output_row: int, part: int) -> CardBlock:
+    # at an odd place now and then, as blocks lie in a slot
+    skew = 3 if layout not in ("f32", "f16", "bf16") else 0
+    memory = torch.zeros(raw.size + skew, dtype=torch.uint8, device=device)
+    memory[skew:] = torch.from_numpy(raw)
+    return CardBlock(layout, memory[skew:], rows, output_row, part)
+
+
+def _blocks(group: GroupDescription, files: ModelFiles, device: str) -> list[CardBlock]:
+    found, start = [], 0
+    for number, part in enumerate(group.parts):
+        source = files.tensors[part.tensor]
+        raw = _bytes(source).reshape(part.rows, -1)
+        for first in range(0, part.rows, BLOCK_ROWS):
+            rows = raw[first : first + BLOCK_ROWS]
+            at = first if group.kind == "gate_up" else start + first
+            found.append(_block(source.layout, rows.reshape(-1), device, len(rows), at, number))
+        start += part.rows
+    return found
+
+
+def _experts(config: DecoderConfig, files: ModelFiles, device: str) -> dict[int, dict[int, CardExpert]]:
+    if config.moe is None:
+        return {}
+    layers: list[list[CardExpert]] = []
+    if has_scattered_experts(config, files.tensors):
+        for layer in load_experts(config, files):
+            layers.append(
+                [
+                    CardExpert(
+                        *(
+                            _block("f32", matrix.contiguous().numpy().view(np.uint8).reshape(-1), device, len(matrix), 0, 0)
+                            for matrix in matrices
+                        )
+                    )
+                    for matrices in layer
+                ]
+            )
+    else:
+        for layer in read_experts(config, files):
+            layers.append(
+                [
+                    CardExpert(
+                        *(
+                            _block(each.layout, np.fromfile(each.path, np.uint8, each.nbytes, offset=each.offset), device, each.rows, 0, 0)
+                            for each in (expert.gate, expert.up, expert.down)
+                        )
+                    )
+                    for expert in layer
+                ]
+            )
+    return {
+        layer: dict(enumerate(experts))
+        for layer, experts in zip(config.moe.sparse_layers, layers, strict=True)
+    }
+
+
+class CardRun:
+    """A model run by one card, or by several that share each group and exchange their parts."""
+
+    def __init__(
+        self,
+        model: CardModel,
+        dtype: DType,
+        cards: int = 1,
+        *,
+        sequences: int = 3,
+        pages: int = 12,
+        uses_triton: bool | None = None,
+        kv_layout: str | None = None,
+        in_place_experts: bool = False,
+    ) -> None:
+        self.model, self.lengths = model, [0] * sequences
+        self.in_place_experts = in_place_experts
+        geometry = CardGeometry(8, 32, 32, sequences, pages, sequences * pages, PAGE_TOKENS)
+        heads = model.config.num_kv_heads
+        self.cards = [
+            CardOperators(
+                model.config,
+                model.groups,
+                model.constants,
+                geometry,
+                dtype=dtype,
+                device=model.device,
+                embedding_layout=model.embedding_layout,
+                kv_layout=kv_layout,
+                kv_heads={
+                    layer: self._share(heads, number, cards)
+                    for layer in range(model.config.num_layers)
+                },
+                rope_interleaved=model.files.rope_pairing == "interleaved",
+                uses_triton=uses_triton,
+            )
+            for number in range(cards)
+        ]
+        # pages of each sequence, not one behind the other
+        order = np.random.default_rng(11).permutation(sequences * pages).reshape(sequences, pages)
+        for card in self.cards:
+            card.inputs.write([], [], [], pages=dict(enumerate(order)))
+
+    @staticmethod
+    def _share(units: int, number: int, cards: int) -> tuple[int, int]:
+        return units * number // cards, units * (number + 1) // cards
+
+    def step(
+        self,
+        decode: Sequence[tuple[int, int]] = (),
+        chunk: Sequence[int] = (),
+        chunk_sequence: int = 0,
+        subchunk_rows: int = 0,
+    ) -> np.ndarray:
+        """decode: (sequence, token) of each row; logits of all rows, float32 [rows, vocabulary]."""
+        start = self.lengths[chunk_sequence]
+        sequences = [sequence for sequence, _ in decode] + [chunk_sequence] * len(chunk)
+        tokens = [token for _, token in decode] + list(chunk)
+        positions = []
+        for sequence in sequences:
+            positions.append(self.lengths[sequence])
+            self.lengths[sequence] += 1
+        count = len(tokens)
+        rows = StepRows(
+            len(decode),
+            len(chunk),
+            count,
+            max([position + 1 for position in positions[: len(decode)]], default=0),
+            chunk_sequence,
+            start,
+            subchunk_rows,
+        )
+        frequencies = {
+            sequence: inv_freq(self.model.config.rope, self.lengths[sequence])
+            for sequence in set(sequences)
+        }
+        for card in self.cards:
+            card.inputs.write(tokens, positions, sequences, range(count), frequencies=frequencies)
+            card.begin(rows)
+            card.buffers.gather[:count] = self.model.gather[tokens].to(card.device)
+        for group in self.model.groups:
+            self._run(group, rows)
+        return self.cards[0].buffers.logits[:count].cpu().numpy().copy()
+
+    def _run(self, group: GroupDescription, rows: StepRows) -> None:
+        if group.kind == "experts":
+            self._experts(group, rows)
+            return
+        units = self.model.config.num_kv_heads
+        if group.kind != "attn":
+            parts = group.parts[:1] if group.kind == "gate_up" else group.parts
+            units = max(1, -(-sum(part.rows for part in parts) // UNIT_ROWS))
+        if group.kind in ("embed", "router"):
+            # one card has the table, the other gathered rows; routers are whole
+            for number, card in enumerate(self.cards):
+                blocks = self.model.blocks[group.name]
+                if group.kind == "embed" and number == 0:
+                    blocks = []
+                card.compute(group.name, 0, units, blocks, rows)
+                if group.kind == "router":
+                    card.route(rows)
+            return
+        shares = [self._share(units, number, len(self.cards)) for number in range(len(self.cards))]
+        for card, (first, last) in zip(self.cards, shares, strict=True):
+            card.compute(group.name, first, last, self.model.blocks[group.name], rows)
+        for source, share in zip(self.cards, shares, strict=True):
+            for span in source.writes(group.name, *share):
+                for target in self.cards:
+                    if target is not source:
+                        _copy(source, target, span.buffer, slice(span.first, span.last), group)
+
+    def _experts(self, group: GroupDescription, rows: StepRows) -> None:
+        all_experts = self.model.experts[group.layer]
+        outputs = ("expert_output", "expert_output_chunk")
+        top_k = self.model.config.moe.top_k
+        ids = self.cards[0].buffers.route_ids[: rows.num_rows].cpu().numpy()
+        resident = [
+            {expert: one for expert, one in all_experts.items() if expert % len(self.cards) == number}
+            for number in range(len(self.cards))
+        ]
+        for card, held in zip(self.cards, resident, strict=True):
+            for name in outputs:
+                getattr(card.buffers, name).fill_(float("nan"))  # so that nothing old is taken
+            card.experts(group.name, held, ids, rows)
+        for source, held in zip(self.cards, resident, strict=True):
+            for target in self.cards:
+                if target is source:
+                    continue
+                for name, first in zip(outputs, (0, rows.num_decode), strict=True):
+                    count = rows.num_decode if first == 0 else rows.num_prefill
+                    if name == "expert_output" and not rows.num_decode:
+                        continue
+                    part = ids[:count] if name == "expert_output" else ids[rows.num_decode :]
+                    pairs = np.flatnonzero(np.isin(part.reshape(-1), list(held)))
+                    assert len(part.reshape(-1)) == count * top_k
+                    theirs = getattr(source.buffers, name)
+                    getattr(target.buffers, name)[pairs] = theirs[pairs]
+        for card in self.cards:
+            card.add_experts(rows)
+
+
+def _copy(
+    source: CardOperators, target: CardOperators, name: str, columns: slice, group: GroupDescription
+) -> None:
+    theirs, ours = (getattr(card.buffers, name) for card in (source, target))
+    if name.startswith("activated"):  # as wide as the group, whatever others need
+        width = group.parts[0].rows
+        theirs, ours = (
+            each.view(-1)[: each.shape[0] * width].view(-1, width) for each in (theirs, ours)
+        )
+    ours[:, columns] = theirs[:, columns]
