@@ -126,7 +126,7 @@ class Experts:
             (0, decode, buffers.expert_output),
             (decode, rows.num_prefill, buffers.expert_output_chunk),
         ):
-            by_rank = outputs[: count * top_k].view(count, top_k, -1)
+            by_rank = outputs[: count * top_k].unflatten(0, (count, top_k))
             weights = buffers.route_weights[first : first + count]
             for rank in range(top_k):
                 weighed = by_rank[:, rank].float() * weights[:, rank, None]

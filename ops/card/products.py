@@ -48,7 +48,7 @@ class Products:
             weights = direct_rows(block.layout, block.rows(first, last))
             return self._multiply(inputs.to(weights.dtype), weights)
         if self.uses_triton:
-            from shadowlane.ops.card.packed_triton import multiply
+            from shadowlane.ops.card.kernels_triton import multiply
 
             return multiply(block.layout, block.rows(first, last), inputs)
         return inputs @ expand(block.layout, block.rows(first, last), block.cols).t()

@@ -246,7 +246,6 @@ class CardRun:
     def _experts(self, group: GroupDescription, rows: StepRows) -> None:
         all_experts = self.model.experts[group.layer]
         outputs = ("expert_output", "expert_output_chunk")
-        top_k = self.model.config.moe.top_k
         ids = self.cards[0].buffers.route_ids[: rows.num_rows].cpu().numpy()
         resident = [
             {expert: one for expert, one in all_experts.items() if expert % len(self.cards) == number}
@@ -260,13 +259,10 @@ class CardRun:
             for target in self.cards:
                 if target is source:
                     continue
-                for name, first in zip(outputs, (0, rows.num_decode), strict=True):
-                    count = rows.num_decode if first == 0 else rows.num_prefill
-                    if name == "expert_output" and not rows.num_decode:
-                        continue
-                    part = ids[:count] if name == "expert_output" else ids[rows.num_decode :]
+                for name, part in zip(
+                    outputs, (ids[: rows.num_decode], ids[rows.num_decode :]), strict=True
+                ):
                     pairs = np.flatnonzero(np.isin(part.reshape(-1), list(held)))
-                    assert len(part.reshape(-1)) == count * top_k
                     theirs = getattr(source.buffers, name)
                     getattr(target.buffers, name)[pairs] = theirs[pairs]
         for card in self.cards:
