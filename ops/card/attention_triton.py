@@ -16,7 +16,12 @@ import triton.language as tl
 
 PROGRAMS = 256  # about as many as keep a card busy
 MAX_SPLITS = 16
-TOKENS = 32  # that one program looks at together
+TOKENS = 32  # that one program looks at together, of a cache in 16 bits
+
+
+def tokens_together(pages: torch.dtype) -> int:
+    """Tokens of a tile: half as many of float32, or registers run out at 128 dimensions."""
+    return TOKENS if pages.itemsize == 2 else TOKENS // 2
 
 
 @triton.jit
@@ -48,7 +53,9 @@ def _attend_kernel(
     for first in range(begin, end, TOKENS):
         token = first + tl.arange(0, TOKENS)
         is_token = token < end
-        page = tl.load(table + sequence * table_stride + token // PAGE_TOKENS, mask=is_token, other=0)
+        page = tl.load(
+            table + sequence * table_stride + token // PAGE_TOKENS, mask=is_token, other=0
+        )
         place = page * page_stride + head * head_stride + (token % PAGE_TOKENS) * DIM
         mask = is_token[:, None] & (dim[None, :] < DIM)
         key = tl.load(pages + place[:, None] + dim[None, :], mask=mask, other=0.0)
@@ -136,7 +143,7 @@ def attend_pages(
     _attend_kernel[(rows, heads, splits)](
         queries, pages, table, sequences, positions, sums, tops, totals, window or 0, scale,
         table.stride(0), pages.stride(0), pages.stride(1), pages.stride(2),
-        PAGE_TOKENS=pages.shape[3], TOKENS=TOKENS, **sizes,
+        PAGE_TOKENS=pages.shape[3], TOKENS=tokens_together(pages.dtype), **sizes,
     )  # fmt: skip
     has_sinks = sinks is not None
     sinks = sinks.contiguous() if sinks is not None else totals

@@ -171,5 +171,7 @@ class StepInputs:
 
     def _put(self, target: torch.Tensor, values: np.ndarray) -> None:
         if len(values) > len(target):
-            raise ValueError(f"there is room for {len(target)} of a step's values; got {len(values)}")
+            raise ValueError(
+                f"there is room for {len(target)} of a step's values; got {len(values)}"
+            )
         target[: len(values)].copy_(torch.from_numpy(np.ascontiguousarray(values)))

@@ -26,7 +26,7 @@ MAX_INPUTS = 8  # that one kernel takes together
 class Tile:
     """How much of a matrix one program holds at a time."""
 
-    num: int  # blocks of a row
+    num: int  # blocks of a row; 1 of direct layouts alone
     places: int  # of a block, at once
 
 
@@ -180,8 +180,7 @@ def compute_experts(
     nbytes = [LAYOUTS[name].row_nbytes(hidden) for name in (gate, up)]
     nbytes.append(LAYOUTS[down].row_nbytes(inner))
     blocks = [
-        each // LAYOUTS[name].block_nbytes
-        for each, name in zip(nbytes, table.layouts, strict=True)
+        each // LAYOUTS[name].block_nbytes for each, name in zip(nbytes, table.layouts, strict=True)
     ]
     tiles = [_tile(name) for name in table.layouts]
     rows, pairs = _rows_together(1), ids.numel()

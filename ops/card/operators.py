@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -33,11 +33,14 @@ from shadowlane.ops.card.attention import Attention, HeadConstants
 from shadowlane.ops.card.buffers import DTYPES, CardBuffers, CardGeometry, StepInputs, StepRows
 from shadowlane.ops.card.cache import Allocate, KvCache
 from shadowlane.ops.card.experts import CardExpert, ExpertBiases, Experts, activate
-from shadowlane.ops.card.packed_torch import DIRECT, expand
+from shadowlane.ops.card.packed_torch import expand
 from shadowlane.ops.card.products import CardBlock, Products
 from shadowlane.ops.decoder import DecoderConfig, GroupDescription
 from shadowlane.ops.decoder_config import DType
 from shadowlane.ops.layouts import LAYOUTS
+
+if TYPE_CHECKING:
+    from shadowlane.ops.card.kernels_triton import ExpertTable
 
 UNIT_ROWS: Final = 16
 LAYOUT_OF = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -213,10 +216,46 @@ class CardOperators:
         inputs = self._inputs(group, rows)
         self._experts.compute(inputs, resident, ids, rows, self._expert_biases(group))
 
+    def experts_in_place(self, name: str, table: ExpertTable, rows: StepRows) -> None:
+        """As `experts`, for the decode rows alone: what they chose is read from `route_ids`.
+
+        Which experts are in the table may change between replays of a captured graph. Raises
+        ValueError on a device without Triton.
+        """
+        if not self.products.uses_triton:
+            raise ValueError(f"experts in place need Triton; got {self.device} without it")
+        from shadowlane.ops.card.kernels_triton import compute_experts
+
+        group, moe, buffers = self.groups[name], self.config.moe, self.buffers
+        decode, _ = self._inputs(group, rows)
+        assert moe is not None
+        if decode is None:
+            return
+        biases = self._expert_biases(group)
+        clamp = (moe.swiglu_limit, moe.swiglu_alpha) if moe.swiglu_limit else None
+        compute_experts(
+            table,
+            buffers.route_ids[: rows.num_decode],
+            decode,
+            buffers.expert_activated,
+            buffers.expert_output,
+            None if biases is None else (biases.gate, biases.up, biases.down),
+            clamp,
+        )
+
     def add_experts(self, rows: StepRows) -> None:
         """Add all pairs' outputs to the residual stream, in the router's order."""
         assert self._experts is not None
         self._experts.add(rows)
+
+    def likeliest(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest token of each row of complete logits, int64, and its logit, float32.
+
+        Of equal ones the first. A logit that is no finite number has to be looked for by the host,
+        whenever it takes the tokens over; see `sampling.py` for all other ways to choose.
+        """
+        largest, tokens = self.buffers.logits[: rows.num_logits].max(dim=-1)
+        return tokens, largest
 
     # Kinds of groups -----------------------------------------------------------------------------
 

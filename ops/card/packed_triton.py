@@ -63,9 +63,7 @@ def add_q8_0(total, weights, rows, row_nbytes, first, num_blocks, x, x_stride, n
     codes = tl.load(at + 2 + place[None]).to(tl.int8, bitcast=True)
     values = codes.to(tl.float32) * load_half(at)
     is_there = (block < num_blocks) & (place >= 0)
-    return add_products(
-        total, values, x, x_stride, num_inputs, block * 32 + place, is_there, M
-    )
+    return add_products(total, values, x, x_stride, num_inputs, block * 32 + place, is_there, M)
 
 
 @triton.jit
@@ -191,7 +189,7 @@ def dot_rows(weights, rows, row_nbytes, num_blocks, x, x_stride, num_inputs,
     """
     total = tl.zeros((ROWS, M, NUM, PLACES), tl.float32)
     at = rows[:, None, None]
-    step: tl.constexpr = NUM * PLACES if LAYOUT in ("f32", "f16", "bf16") else NUM
+    step: tl.constexpr = NUM if NUM > 1 else PLACES  # a block of a direct layout is one element
     for first in range(0, num_blocks, step):
         if LAYOUT == "q8_0":
             total = add_q8_0(

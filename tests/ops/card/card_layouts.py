@@ -36,7 +36,9 @@ def sane_rows(layout: str, num_rows: int, cols: int, skew: int = 0) -> np.ndarra
         blocks = values[:, :1].astype(np.float16).view(np.uint8)
     else:
         for number, at in enumerate(_SCALES[layout]):
-            blocks[:, at : at + 2] = values[:, number : number + 1].astype(np.float16).view(np.uint8)
+            blocks[:, at : at + 2] = (
+                values[:, number : number + 1].astype(np.float16).view(np.uint8)
+            )
     memory = np.zeros(blocks.size + skew, np.uint8)
     memory[skew:] = blocks.reshape(-1)
     return memory[skew:].reshape(num_rows, -1)

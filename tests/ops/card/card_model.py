@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,8 +30,19 @@ from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.rope import inv_freq
 from shadowlane.ops.scattered_experts import has_scattered_experts
 
+if TYPE_CHECKING:
+    from shadowlane.ops.card.kernels_triton import ExpertTable
+
 BLOCK_ROWS = 48
 PAGE_TOKENS = 8
+TOLERANCE = 1e-4  # float32 against float32, largest difference of any logit
+CHUNKS = [21, 1, 1, 9, 1, 1, 1, 1]
+
+
+def assert_close(ours: np.ndarray, theirs: np.ndarray, tolerance: float = TOLERANCE) -> None:
+    assert ours.shape == theirs.shape
+    worst = np.abs(ours - theirs).max(axis=1)
+    assert worst.max() <= tolerance, f"row {worst.argmax()} is off by {worst.max()}"
 
 
 @dataclass
@@ -71,11 +83,15 @@ def _bytes(source: TensorSource) -> np.ndarray:
 
 
 def _constant(source: TensorSource) -> np.ndarray:
-    values = expand_rows(source.layout, _bytes(source), 1, source.nbytes // LAYOUTS[source.layout].block_nbytes)
+    values = expand_rows(
+        source.layout, _bytes(source), 1, source.nbytes // LAYOUTS[source.layout].block_nbytes
+    )
     return values[0, :: source.step].reshape(source.shape)
 
 
-def _block(layout: str, raw: np.ndarray, device: str, rows: int, output_row: int, part: int) -> CardBlock:
+def _block(
+    layout: str, raw: np.ndarray, device: str, rows: int, output_row: int, part: int
+) -> CardBlock:
     # at an odd place now and then, as blocks lie in a slot
     skew = 3 if layout not in ("f32", "f16", "bf16") else 0
     memory = torch.zeros(raw.size + skew, dtype=torch.uint8, device=device)
@@ -96,7 +112,9 @@ def _blocks(group: GroupDescription, files: ModelFiles, device: str) -> list[Car
     return found
 
 
-def _experts(config: DecoderConfig, files: ModelFiles, device: str) -> dict[int, dict[int, CardExpert]]:
+def _experts(
+    config: DecoderConfig, files: ModelFiles, device: str
+) -> dict[int, dict[int, CardExpert]]:
     if config.moe is None:
         return {}
     layers: list[list[CardExpert]] = []
@@ -106,7 +124,14 @@ def _experts(config: DecoderConfig, files: ModelFiles, device: str) -> dict[int,
                 [
                     CardExpert(
                         *(
-                            _block("f32", matrix.contiguous().numpy().view(np.uint8).reshape(-1), device, len(matrix), 0, 0)
+                            _block(
+                                "f32",
+                                matrix.contiguous().numpy().view(np.uint8).reshape(-1),
+                                device,
+                                len(matrix),
+                                0,
+                                0,
+                            )
                             for matrix in matrices
                         )
                     )
@@ -119,7 +144,14 @@ def _experts(config: DecoderConfig, files: ModelFiles, device: str) -> dict[int,
                 [
                     CardExpert(
                         *(
-                            _block(each.layout, np.fromfile(each.path, np.uint8, each.nbytes, offset=each.offset), device, each.rows, 0, 0)
+                            _block(
+                                each.layout,
+                                np.fromfile(each.path, np.uint8, each.nbytes, offset=each.offset),
+                                device,
+                                each.rows,
+                                0,
+                                0,
+                            )
                             for each in (expert.gate, expert.up, expert.down)
                         )
                     )
@@ -243,18 +275,41 @@ class CardRun:
                     if target is not source:
                         _copy(source, target, span.buffer, slice(span.first, span.last), group)
 
+    def _table(self, group: GroupDescription, held: dict[int, CardExpert]) -> ExpertTable:
+        """The held experts one behind the other, somewhere in memory that begins with others."""
+        from shadowlane.ops.card.kernels_triton import ExpertTable
+
+        places = torch.full((self.model.config.moe.num_experts, 3), -1, dtype=torch.int64)
+        layouts = ("f32", "f32", "f32")
+        parts, at = [torch.zeros(64, dtype=torch.uint8, device=self.model.device)], 64
+        for expert, one in held.items():
+            matrices = (one.gate, one.up, one.down)
+            layouts = tuple(each.layout for each in matrices)
+            for number, each in enumerate(matrices):
+                places[expert, number] = at
+                parts.append(each.data)
+                at += each.data.numel()
+        return ExpertTable(torch.cat(parts), places.to(self.model.device), layouts)
+
     def _experts(self, group: GroupDescription, rows: StepRows) -> None:
         all_experts = self.model.experts[group.layer]
         outputs = ("expert_output", "expert_output_chunk")
         ids = self.cards[0].buffers.route_ids[: rows.num_rows].cpu().numpy()
         resident = [
-            {expert: one for expert, one in all_experts.items() if expert % len(self.cards) == number}
+            {
+                expert: one
+                for expert, one in all_experts.items()
+                if expert % len(self.cards) == number
+            }
             for number in range(len(self.cards))
         ]
         for card, held in zip(self.cards, resident, strict=True):
             for name in outputs:
                 getattr(card.buffers, name).fill_(float("nan"))  # so that nothing old is taken
-            card.experts(group.name, held, ids, rows)
+            if self.in_place_experts and rows.num_prefill == 0:
+                card.experts_in_place(group.name, self._table(group, held), rows)
+            else:
+                card.experts(group.name, held, ids, rows)
         for source, held in zip(self.cards, resident, strict=True):
             for target in self.cards:
                 if target is source:
@@ -279,3 +334,16 @@ def _copy(
             each.view(-1)[: each.shape[0] * width].view(-1, width) for each in (theirs, ours)
         )
     ours[:, columns] = theirs[:, columns]
+
+
+def logits(run: CardRun, tokens: Sequence[int], subchunk_rows: int = 0) -> np.ndarray:
+    """Of one text in CHUNKS: those of one token as decode rows, longer ones as chunks."""
+    rows, start = [], 0
+    for length in CHUNKS:
+        part = tokens[start : start + length]
+        if length == 1:
+            rows.append(run.step(decode=[(0, part[0])]))
+        else:
+            rows.append(run.step(chunk=part, subchunk_rows=subchunk_rows))
+        start += length
+    return np.concatenate(rows)
