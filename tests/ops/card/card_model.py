@@ -18,6 +18,7 @@ from shadowlane.ops.card.products import CardBlock
 from shadowlane.ops.decoder import (
     EMBEDDING,
     DecoderConfig,
+    ExpertMatrix,
     GroupDescription,
     describe_groups,
     read_decoder,
@@ -83,16 +84,15 @@ def _bytes(source: TensorSource) -> np.ndarray:
 
 
 def _constant(source: TensorSource) -> np.ndarray:
-    values = expand_rows(
-        source.layout, _bytes(source), 1, source.nbytes // LAYOUTS[source.layout].block_nbytes
-    )
+    count = source.nbytes // LAYOUTS[source.layout].block_nbytes
+    values = expand_rows(source.layout, _bytes(source), 1, count)
     return values[0, :: source.step].reshape(source.shape)
 
 
 def _block(
-    layout: str, raw: np.ndarray, device: str, rows: int, output_row: int, part: int
+    layout: str, raw: np.ndarray, device: str, rows: int, output_row: int = 0, part: int = 0
 ) -> CardBlock:
-    # at an odd place now and then, as blocks lie in a slot
+    # at an odd place, as blocks may lie in a slot
     skew = 3 if layout not in ("f32", "f16", "bf16") else 0
     memory = torch.zeros(raw.size + skew, dtype=torch.uint8, device=device)
     memory[skew:] = torch.from_numpy(raw)
@@ -119,49 +119,31 @@ def _experts(
         return {}
     layers: list[list[CardExpert]] = []
     if has_scattered_experts(config, files.tensors):
-        for layer in load_experts(config, files):
-            layers.append(
-                [
-                    CardExpert(
-                        *(
-                            _block(
-                                "f32",
-                                matrix.contiguous().numpy().view(np.uint8).reshape(-1),
-                                device,
-                                len(matrix),
-                                0,
-                                0,
-                            )
-                            for matrix in matrices
-                        )
-                    )
-                    for matrices in layer
-                ]
-            )
+        for values in load_experts(config, files):
+            layers.append([CardExpert(*(_plain(each, device) for each in one)) for one in values])
     else:
-        for layer in read_experts(config, files):
+        for experts in read_experts(config, files):
             layers.append(
                 [
-                    CardExpert(
-                        *(
-                            _block(
-                                each.layout,
-                                np.fromfile(each.path, np.uint8, each.nbytes, offset=each.offset),
-                                device,
-                                each.rows,
-                                0,
-                                0,
-                            )
-                            for each in (expert.gate, expert.up, expert.down)
-                        )
-                    )
-                    for expert in layer
+                    CardExpert(*(_matrix(each, device) for each in (one.gate, one.up, one.down)))
+                    for one in experts
                 ]
             )
     return {
         layer: dict(enumerate(experts))
         for layer, experts in zip(config.moe.sparse_layers, layers, strict=True)
     }
+
+
+def _plain(values: torch.Tensor, device: str) -> CardBlock:
+    """A matrix that has been arranged from its file, in float32."""
+    raw = values.contiguous().numpy().view(np.uint8).reshape(-1)
+    return _block("f32", raw, device, len(values))
+
+
+def _matrix(matrix: ExpertMatrix, device: str) -> CardBlock:
+    raw = np.fromfile(matrix.path, np.uint8, matrix.nbytes, offset=matrix.offset)
+    return _block(matrix.layout, raw, device, matrix.rows)
 
 
 class CardRun:
@@ -295,13 +277,10 @@ class CardRun:
         all_experts = self.model.experts[group.layer]
         outputs = ("expert_output", "expert_output_chunk")
         ids = self.cards[0].buffers.route_ids[: rows.num_rows].cpu().numpy()
+        count = len(self.cards)
         resident = [
-            {
-                expert: one
-                for expert, one in all_experts.items()
-                if expert % len(self.cards) == number
-            }
-            for number in range(len(self.cards))
+            {expert: one for expert, one in all_experts.items() if expert % count == number}
+            for number in range(count)
         ]
         for card, held in zip(self.cards, resident, strict=True):
             for name in outputs:
@@ -336,10 +315,15 @@ def _copy(
     ours[:, columns] = theirs[:, columns]
 
 
-def logits(run: CardRun, tokens: Sequence[int], subchunk_rows: int = 0) -> np.ndarray:
-    """Of one text in CHUNKS: those of one token as decode rows, longer ones as chunks."""
+def logits(
+    run: CardRun,
+    tokens: Sequence[int],
+    chunks: Sequence[int] = CHUNKS,
+    subchunk_rows: int = 0,
+) -> np.ndarray:
+    """Of one text in chunks: those of one token as decode rows, longer ones as prompts are."""
     rows, start = [], 0
-    for length in CHUNKS:
+    for length in chunks:
         part = tokens[start : start + length]
         if length == 1:
             rows.append(run.step(decode=[(0, part[0])]))
