@@ -20,9 +20,8 @@ class HeldHeads:
 
     first: int
     last: int
-    pages: (
-        torch.Tensor
-    )  # [pages + 1, keys or values, heads, page tokens, a row] of the cache's type
+    # [pages + 1, keys or values, heads, page tokens, a row], of the cache's type
+    pages: torch.Tensor
 
 
 class KvCache:

@@ -1,4 +1,4 @@
-"""Dot products of packed rows with a few float32 inputs, in Triton: what decode kernels are made of.
+"""Dot products of packed rows with a few float32 inputs, in Triton: what kernels are made of.
 
 Each function adds up some blocks of a few rows, read byte by byte as they lie in their file, at any
 address: a byte is loaded once and gives both its codes. Columns are taken in the order in which a
@@ -31,7 +31,7 @@ def add_products(total, values, x, x_stride, num_inputs, column, is_there, M: tl
     return total + values[:, None] * inputs[None]
 
 
-# Direct layouts: a block is one element ------------------------------------------------------------
+# Direct layouts: a block is one element ----------------------------------------------------------
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def add_direct(total, weights, rows, row_nbytes, first, num_blocks, x, x_stride,
     return add_products(total, values, x, x_stride, num_inputs, column, is_there, M)
 
 
-# Blocks of 32: see `packed_torch.py` for what they hold ---------------------------------------------
+# Blocks of 32: see `packed_torch.py` for what they hold -----------------------------------------
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def add_nibbles(total, weights, rows, row_nbytes, first, num_blocks, x, x_stride
                 NBYTES: tl.constexpr, CODES: tl.constexpr, FIFTHS: tl.constexpr,
                 ZERO: tl.constexpr, HAS_MINIMUM: tl.constexpr, M: tl.constexpr,
                 NUM: tl.constexpr):  # fmt: skip
-    """q4_0, q4_1, q5_0, q5_1: NBYTES per block, nibbles at CODES, fifth bits at FIFTHS (0: none)."""
+    """q4_0, q4_1, q5_0, q5_1. Offsets in a block: nibbles CODES, fifth bits FIFTHS (0: none)."""
     block = first + tl.arange(0, NUM)[:, None]
     place = tl.arange(0, 16)[None, :]
     at = weights + rows.to(tl.int64) * row_nbytes
@@ -113,7 +113,7 @@ def add_mxfp4(total, weights, rows, row_nbytes, first, num_blocks, x, x_stride, 
     return total
 
 
-# Blocks of 256 --------------------------------------------------------------------------------------
+# Blocks of 256 ----------------------------------------------------------------------------------
 
 
 @triton.jit

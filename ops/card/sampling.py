@@ -72,9 +72,8 @@ def keep_likely(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         probabilities, order = scores.softmax(-1).sort(stable=True)
         is_dropped = probabilities.double().cumsum(0).float() <= np.float32(1 - params.top_p)
         is_dropped[-1] = False
-        scores = scores.masked_fill(
-            torch.empty_like(is_dropped).scatter(0, order, is_dropped), -torch.inf
-        )
+        is_dropped = torch.empty_like(is_dropped).scatter(0, order, is_dropped)
+        scores = scores.masked_fill(is_dropped, -torch.inf)
     if params.min_p > 0.0:
         probabilities = scores.softmax(-1)
         is_dropped = probabilities < float(np.float32(params.min_p)) * probabilities.max()
@@ -83,7 +82,7 @@ def keep_likely(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def draw(scores: torch.Tensor, drawn: float) -> torch.Tensor:
-    """The token, int64 [], at which the probabilities, added up in order, pass `drawn` in [0, 1)."""
+    """The token, int64 [], at which the probabilities, added up, pass `drawn`, in [0, 1)."""
     cumulative = scores.softmax(-1).double().cumsum(0)
     place = torch.searchsorted(cumulative, (cumulative[-1] * drawn)[None], right=True)[0]
     # a draw may round up to the sum itself, past the last token that can be drawn

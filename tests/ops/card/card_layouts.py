@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 
+from shadowlane.ops.card.operators import has_triton
 from shadowlane.ops.layouts import LAYOUTS
+
+needs_interpreter = pytest.mark.skipif(
+    not has_triton(torch.device("cpu")),
+    reason="Triton is absent, or compiles for the card here, where tests/gpu runs its kernels",
+)
 
 # Where the halves that scale a block lie in it.
 _SCALES = {

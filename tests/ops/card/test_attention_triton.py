@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from card_layouts import needs_interpreter
 
+pytestmark = needs_interpreter
 triton_kernels = pytest.importorskip("shadowlane.ops.card.attention_triton", reason="needs triton")
 
 

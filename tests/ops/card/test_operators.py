@@ -9,13 +9,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from card_layouts import needs_interpreter
 from card_model import CHUNKS, CardModel, CardRun, assert_close, load_model, logits
 from mixture_files import write_mixture_gguf
 from plain_forward import PlainForward, load_experts, load_weights
 from tiny import FAMILIES, MIXTURES, reference_logits, tiny_tokens
 
 from shadowlane.ops.card.buffers import CardGeometry, StepRows
-from shadowlane.ops.card.operators import CardOperators, has_triton
+from shadowlane.ops.card.operators import CardOperators
 from shadowlane.ops.files import open_model
 from shadowlane.ops.pack_model import pack_model
 
@@ -26,9 +27,6 @@ FEW = [3, 1, 1]  # the interpreter takes its time
 # of logits that are about 4 at most: weights are the same, activations round before each product
 TOLERANCE_OF = {"bfloat16": 0.25, "float16": 0.03}
 TOKENS = tiny_tokens(sum(CHUNKS))
-needs_triton = pytest.mark.skipif(
-    not has_triton(torch.device("cpu")), reason="needs Triton's interpreter"
-)
 
 
 def plain_logits(model: CardModel, tokens: list[int], chunks: list[int]) -> np.ndarray:
@@ -67,7 +65,7 @@ def test_half_precision_stays_near_the_exact_result(
     assert np.abs(ours - exact).mean() < np.abs(theirs - exact).mean()
 
 
-@needs_triton
+@needs_interpreter
 @pytest.mark.parametrize("family", ["mistral-window", "mistral-head-dim", "gpt-oss"])
 def test_attention_in_triton_gives_the_same(tiny_model: Callable[..., Path], family: str) -> None:
     path = tiny_model(family)
@@ -75,7 +73,7 @@ def test_attention_in_triton_gives_the_same(tiny_model: Callable[..., Path], fam
     assert_close(logits(run, TOKENS), reference_logits(path, TOKENS, CHUNKS))
 
 
-@pytest.mark.parametrize("uses_triton", [False, pytest.param(True, marks=needs_triton)])
+@pytest.mark.parametrize("uses_triton", [False, pytest.param(True, marks=needs_interpreter)])
 @pytest.mark.parametrize("family", ["llama2", "qwen2-tied", "llama-biases"])
 def test_packed_weights_of_a_gguf(
     tiny_model: Callable[..., Path], tmp_path: Path, family: str, uses_triton: bool
@@ -96,10 +94,10 @@ def test_packed_weights_of_a_gguf(
         ("mixtral", "Q4_0", False),
         ("qwen2-moe", "Q8_0", False),
         ("gpt-oss", "MXFP4", False),
-        pytest.param("mixtral", "Q4_0", True, marks=needs_triton),
-        pytest.param("qwen2-moe", "F32", True, marks=needs_triton),
-        pytest.param("olmoe", "F32", True, marks=needs_triton),
-        pytest.param("gpt-oss", "MXFP4", True, marks=needs_triton),
+        pytest.param("mixtral", "Q4_0", True, marks=needs_interpreter),
+        pytest.param("qwen2-moe", "F32", True, marks=needs_interpreter),
+        pytest.param("olmoe", "F32", True, marks=needs_interpreter),
+        pytest.param("gpt-oss", "MXFP4", True, marks=needs_interpreter),
     ],
 )
 def test_packed_experts_of_a_gguf(
@@ -122,7 +120,7 @@ def test_packed_experts_of_a_gguf(
         ("mistral-window", False),
         ("llama-dynamic", False),
         ("qwen2-moe", False),
-        pytest.param("mistral-window", True, marks=needs_triton),
+        pytest.param("mistral-window", True, marks=needs_interpreter),
     ],
 )
 def test_several_sequences_in_one_step(
@@ -151,7 +149,7 @@ def test_several_sequences_in_one_step(
         assert_close(np.concatenate(ours), expected)
 
 
-@pytest.mark.parametrize("uses_triton", [False, pytest.param(True, marks=needs_triton)])
+@pytest.mark.parametrize("uses_triton", [False, pytest.param(True, marks=needs_interpreter)])
 def test_decode_rows_of_one_sequence(tiny_model: Callable[..., Path], uses_triton: bool) -> None:
     """The last rows of a prompt: each sees the ones before it in the same step."""
     path = tiny_model("mistral-window")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from card_layouts import sane_rows
+from card_layouts import needs_interpreter, sane_rows
 
 from shadowlane.ops.expand import expand_rows
 from shadowlane.ops.layouts import LAYOUTS
 
+pytestmark = needs_interpreter
 triton_kernels = pytest.importorskip("shadowlane.ops.card.kernels_triton", reason="needs triton")
 
 
