@@ -2,7 +2,7 @@
 
 Decode rows: page numbers and positions are read from device memory, and nothing depends on them
 but values, so the operator may be captured; without Triton it looks at `context` tokens, whatever
-a sequence has of them. A chunk: torch's attention, query rows in parts, keys gathered from pages.
+a sequence has of them. A chunk: torch's attention, over keys and values gathered from their pages.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from shadowlane.ops.card.buffers import CardBuffers, StepInputs, StepRows
 from shadowlane.ops.card.cache import KvCache
 from shadowlane.ops.decoder_config import DecoderConfig
 
-QUERY_ROWS = 256  # rows of a chunk whose scores are looked at together
+QUERY_ROWS = 256  # rows of a chunk that share a mask, where there has to be one
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,9 @@ class Attention:
             found = self._attend_decode(layer, first, last, queries[:decode], sinks, rows)
             self._buffers.attended[:decode, columns] = found.flatten(1)
         for begin, end in rows.subchunks():
-            for at in range(begin, end, QUERY_ROWS):
-                stop = min(at + QUERY_ROWS, end)
-                part = queries[decode + at : decode + stop]
-                found = self._attend_chunk(layer, first, part, sinks, rows, at)
-                self._buffers.attended_chunk[at:stop, columns] = found.flatten(1)
+            part = queries[decode + begin : decode + end]
+            found = self._attend_chunk(layer, first, part, sinks, rows, begin)
+            self._buffers.attended_chunk[begin:end, columns] = found.flatten(1)
 
     def _heads(
         self, first: int, last: int, rows: StepRows, constants: HeadConstants
@@ -172,30 +171,47 @@ class Attention:
         query_at = rows.chunk_start + at
         window, tokens = self._config.windows[layer], self._cache.page_tokens
         start = 0 if window is None else max(0, query_at - window + 1)
-        page = start // tokens
-        end = query_at + count
+        page, end = start // tokens, query_at + count
         pages = self._inputs.pages[rows.chunk_sequence, page : -(-end // tokens)]
         keys, values = (
             self._cache.gather(layer, first, first + heads, value, pages)
             .to(self._dtype)[:, start - page * tokens : end - page * tokens]
-            .repeat_interleave(self._grouped, dim=0)
+            .repeat_interleave(self._grouped, dim=0)[None]
             for value in range(2)
         )
-        device = keys.device
-        behind = (
-            torch.arange(query_at, end, device=device)[:, None]
-            - torch.arange(start, end, device=device)[None]
-        )
+        q = queries.flatten(1, 2).transpose(0, 1).to(self._dtype)[None]  # [1, heads, rows, dim]
+        if window is None and sinks is None:
+            mask = causal_lower_right(count, end)  # for which torch has kernels that need no mask
+            found = scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+            return found[0].transpose(0, 1)
+        if sinks is not None:  # one more key, of zeros: its score is what the mask adds
+            keys, values = (torch.nn.functional.pad(each, (0, 0, 0, 1)) for each in (keys, values))
+        parts = []
+        for part in range(0, count, QUERY_ROWS):
+            stop = min(part + QUERY_ROWS, count)
+            mask = self._mask(query_at + part, query_at + stop, start, end, window, sinks)
+            parts.append(scaled_dot_product_attention(q[:, :, part:stop], keys, values, mask))
+        return torch.cat(parts, dim=2)[0].transpose(0, 1)
+
+    def _mask(
+        self,
+        first: int,
+        last: int,
+        start: int,
+        end: int,
+        window: int | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What tokens first..last see of start..end: [rows, keys], with sinks [1, heads, ...]."""
+        device = self._buffers.qkv.device
+        queries = torch.arange(first, last, device=device)[:, None]
+        behind = queries - torch.arange(start, end, device=device)
         seen = behind >= 0
         if window is not None:
             seen &= behind < window
-        mask = seen
-        if sinks is not None:  # one more key, of zeros: its score is what the mask adds
-            keys, values = (torch.nn.functional.pad(each, (0, 0, 0, 1)) for each in (keys, values))
-            added = torch.zeros(seen.shape, dtype=self._dtype, device=device)
-            added = added.masked_fill(~seen, -torch.inf).expand(heads * self._grouped, -1, -1)
-            more = sinks.reshape(-1, 1, 1).expand(-1, count, 1).to(self._dtype)
-            mask = torch.cat((added, more), dim=-1)[None]
-        q = queries.flatten(1, 2).transpose(0, 1).to(self._dtype)  # [heads, rows, dim]
-        found = scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)
-        return found[0].transpose(0, 1)
+        if sinks is None:
+            return seen
+        added = torch.zeros(seen.shape, dtype=self._dtype, device=device)
+        added = added.masked_fill(~seen, -torch.inf).expand(sinks.numel(), -1, -1)
+        more = sinks.reshape(-1, 1, 1).expand(-1, last - first, 1).to(self._dtype)
+        return torch.cat((added, more), dim=-1)[None]

@@ -7,6 +7,7 @@ that was captured over them stays good.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch
 
 from shadowlane.ops.decoder_config import DecoderConfig
 
+MIRRORS = 8  # as many as there are step records
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -126,21 +128,31 @@ class CardBuffers:
 
 
 class StepInputs:
-    """What a step record says, in device memory: written before a step, read by its operators."""
+    """What a step record says, in device memory: written before a step, read by its operators.
+
+    A step's values are one copy from a ring of mirrors on the host, pinned where there is a card:
+    it queues behind what the stream is doing and waits for nothing. A mirror is used again
+    MIRRORS steps later; whoever writes must not be that far ahead of the device.
+    """
 
     def __init__(self, geometry: CardGeometry, half_dim: int, device: torch.device) -> None:
-        self._device = device
-
-        def integers(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
-        self.tokens = integers(geometry.rows)
-        self.positions = integers(geometry.rows)
-        self.sequences = integers(geometry.rows)
-        self.logit_rows = integers(geometry.logit_rows)
-        self.pages = integers(geometry.sequences, geometry.pages_per_sequence)
-        self.inv_freq = torch.zeros((geometry.sequences, half_dim), device=device)
-        self.scaling = torch.ones(geometry.sequences, device=device)
+        sequences, rows = geometry.sequences, geometry.rows
+        shapes = {
+            "tokens": (rows,),
+            "positions": (rows,),
+            "sequences": (rows,),
+            "logit_rows": (geometry.logit_rows,),
+            "inv_freq": (sequences, half_dim),
+            "scaling": (sequences,),
+        }
+        pages = {"pages": (sequences, geometry.pages_per_sequence)}
+        self._step = _Mirrored(shapes, device)
+        self._pages = _Mirrored(pages, device)
+        here = self._step.device_views
+        self.tokens, self.positions = here["tokens"], here["positions"]
+        self.sequences, self.logit_rows = here["sequences"], here["logit_rows"]
+        self.inv_freq, self.scaling = here["inv_freq"], here["scaling"]
+        self.pages = self._pages.device_views["pages"]
 
     def write(
         self,
@@ -154,24 +166,72 @@ class StepInputs:
         """Write one step's rows, and what has changed of its sequences.
 
         pages: page numbers of a sequence, in order of positions. frequencies: rotary frequencies,
-        float32 [head_dim / 2], and attention scaling by sequence; see `ops/rope.py`.
+        float32 [head_dim / 2], and attention scaling by sequence; see `ops/rope.py`. Raises
+        ValueError where there is no room for so many.
         """
-        for target, values in (
-            (self.tokens, tokens),
-            (self.positions, positions),
-            (self.sequences, sequences),
-            (self.logit_rows, logit_rows),
+        mirror = self._step.next_mirror()
+        for name, values in (
+            ("tokens", tokens),
+            ("positions", positions),
+            ("sequences", sequences),
+            ("logit_rows", logit_rows),
         ):
-            self._put(target, np.asarray(values, np.int64))
-        for sequence, numbers in (pages or {}).items():
-            self._put(self.pages[sequence], np.asarray(numbers, np.int64))
+            _fill(mirror[name], values, name)
         for sequence, (inv_freq, scaling) in (frequencies or {}).items():
-            self._put(self.inv_freq[sequence], inv_freq)
-            self._put(self.scaling[sequence : sequence + 1], np.array([scaling], np.float32))
+            mirror["inv_freq"][sequence] = inv_freq
+            mirror["scaling"][sequence] = scaling
+        self._step.send()
+        if pages:
+            mirror = self._pages.next_mirror()
+            for sequence, numbers in pages.items():
+                _fill(mirror["pages"][sequence], numbers, "pages")
+            self._pages.send()
 
-    def _put(self, target: torch.Tensor, values: np.ndarray) -> None:
-        if len(values) > len(target):
-            raise ValueError(
-                f"there is room for {len(target)} of a step's values; got {len(values)}"
-            )
-        target[: len(values)].copy_(torch.from_numpy(np.ascontiguousarray(values)))
+
+def _fill(target: np.ndarray, values: Sequence[int], name: str) -> None:
+    if len(values) > len(target):
+        raise ValueError(f"a step has room for {len(target)} {name}; got {len(values)}")
+    target[: len(values)] = values
+
+
+class _Mirrored:
+    """Arrays one behind the other in device memory, and a ring of copies of them on the host."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+        """Integers are int64; "inv_freq" and "scaling" are float32 and come last."""
+        nbytes = sum(math.prod(shape) * _itemsize(name) for name, shape in shapes.items())
+        is_pinned = device.type == "cuda"
+        self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._mirrors = [
+            torch.zeros(nbytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(MIRRORS)
+        ]
+        self.device_views = _views(self._device, shapes)
+        self._views = [
+            {name: view.numpy() for name, view in _views(mirror, shapes).items()}
+            for mirror in self._mirrors
+        ]
+        self._newest = 0
+
+    def next_mirror(self) -> dict[str, np.ndarray]:
+        """The arrays of the next mirror, with the values of the newest one."""
+        before = self._mirrors[self._newest]
+        self._newest = (self._newest + 1) % MIRRORS
+        self._mirrors[self._newest].copy_(before)
+        return self._views[self._newest]
+
+    def send(self) -> None:
+        self._device.copy_(self._mirrors[self._newest], non_blocking=True)
+
+
+def _itemsize(name: str) -> int:
+    return 4 if name in ("inv_freq", "scaling") else 8
+
+
+def _views(memory: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    views, at = {}, 0
+    for name, shape in shapes.items():
+        nbytes = math.prod(shape) * _itemsize(name)
+        kind = torch.float32 if _itemsize(name) == 4 else torch.int64
+        views[name] = memory[at : at + nbytes].view(kind).view(shape)
+        at += nbytes
+    return views

@@ -80,33 +80,44 @@ class Experts:
     ) -> None:
         """The resident experts with the rows that chose them.
 
-        inputs: the normalised decode rows, float32, and chunk rows, compute type; ids: the choice,
-        [rows, top_k], on the host, since which product comes next depends on it.
+        inputs: the normalised decode rows, float32, and chunk rows, compute type; ids: what
+        `route_ids` holds, [rows, top_k], on the host, where the next product depends on it.
         """
         buffers, top_k = self._buffers, self._moe.top_k
         decode, chunk = inputs
         if decode is not None:
-            self._parts(decode, resident, ids[: rows.num_decode], biases, buffers.expert_output, 0)
+            part = slice(0, rows.num_decode)
+            self._rows(decode, part, resident, ids, biases, buffers.expert_output, False)
         if chunk is None:
             return
         for first, last in rows.subchunks():
-            part = ids[rows.num_decode + first : rows.num_decode + last]
+            part = slice(rows.num_decode + first, rows.num_decode + last)
             outputs = buffers.expert_output_chunk[first * top_k :]
-            self._parts(chunk[first:last], resident, part, biases, outputs, 1)
+            self._rows(chunk[first:last], part, resident, ids, biases, outputs, True)
 
-    def _parts(
+    def _rows(
         self,
         inputs: torch.Tensor,
+        part: slice,
         resident: Mapping[int, CardExpert],
         ids: np.ndarray,
         biases: ExpertBiases | None,
         outputs: torch.Tensor,
-        is_chunk: int,
+        is_chunk: bool,
     ) -> None:
+        """Some rows of the step; `outputs` begins with the pairs of the first.
+
+        Pairs are put in the order of their experts on the device, and counted on the host: nothing
+        is copied, so nothing waits for what is ahead in the stream.
+        """
         multiply = self._products.many if is_chunk else self._products.few
-        chosen = np.asarray(ids).reshape(-1)
-        for expert in sorted(set(chosen.tolist()) & resident.keys()):
-            pairs = torch.from_numpy(np.flatnonzero(chosen == expert)).to(inputs.device)
+        order = self._buffers.route_ids[part].flatten().argsort(stable=True)
+        counts = np.bincount(ids[part].reshape(-1), minlength=self._moe.num_experts)
+        ends = counts.cumsum().tolist()
+        for expert in np.flatnonzero(counts).tolist():
+            if expert not in resident:
+                continue
+            pairs = order[ends[expert] - counts[expert] : ends[expert]]
             gathered = inputs[pairs // self._moe.top_k]
             one = resident[expert]
             gate = multiply(gathered, one.gate, 0, one.gate.num_rows)

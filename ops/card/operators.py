@@ -22,8 +22,7 @@ be summed in another order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,6 +34,16 @@ from shadowlane.ops.card.cache import Allocate, KvCache
 from shadowlane.ops.card.experts import CardExpert, ExpertBiases, Experts, activate
 from shadowlane.ops.card.packed_torch import expand
 from shadowlane.ops.card.products import CardBlock, Products
+from shadowlane.ops.card.shares import (
+    Span,
+    buffers_read,
+    cut_blocks,
+    has_shared_gate,
+    of_width,
+    output_rows,
+    part_starts,
+    spans_written,
+)
 from shadowlane.ops.decoder import DecoderConfig, GroupDescription
 from shadowlane.ops.decoder_config import DType
 from shadowlane.ops.layouts import LAYOUTS
@@ -42,17 +51,7 @@ from shadowlane.ops.layouts import LAYOUTS
 if TYPE_CHECKING:
     from shadowlane.ops.card.kernels_triton import ExpertTable
 
-UNIT_ROWS: Final = 16
 LAYOUT_OF = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Columns first..last of a buffer, in all rows of a step."""
-
-    buffer: str  # a name of CardBuffers
-    first: int
-    last: int
 
 
 def has_triton(device: torch.device) -> bool:
@@ -119,44 +118,13 @@ class CardOperators:
         if config.moe is not None:
             self._experts = Experts(config.moe, self.buffers, self.products)
 
-    # What crosses between lanes ------------------------------------------------------------------
-
     def reads(self, name: str) -> tuple[str, ...]:
-        """Names of the buffers that a group reads; of two, the second is that of a chunk's rows."""
-        group = self.groups[name]
-        found = {
-            "embed": ("gather",),
-            "attn": ("qkv",),
-            "o": ("attended", "attended_chunk"),
-            "down": ("activated", "activated_chunk"),
-        }.get(group.kind, ("residual",))
-        if group.kind == "down" and self._has_shared_gate(group):
-            return (*found, "router")
-        return found
+        """Names of the buffers that a group reads; see `shares.py`."""
+        return buffers_read(self.config, self.groups[name])
 
     def writes(self, name: str, first_unit: int, last_unit: int) -> tuple[Span, ...]:
-        """What units first..last of a group write; of two, the second is of a chunk's rows.
-
-        Not for groups of experts, whose rows are those of pairs.
-        """
-        group, config = self.groups[name], self.config
-        first, last = self._rows(group, first_unit, last_unit)
-        match group.kind:
-            case "embed":
-                return (Span("residual", 0, config.hidden_size),)
-            case "attn":
-                width = config.num_heads // config.num_kv_heads * config.head_dim
-                first, last = first_unit * width, last_unit * width
-                return Span("attended", first, last), Span("attended_chunk", first, last)
-            case "gate_up":
-                return Span("activated", first, last), Span("activated_chunk", first, last)
-            case "qkv":
-                return (Span("qkv", first, last),)
-            case "router":
-                return (Span("router", first, last),)
-            case "lm_head":
-                return (Span("logits", first, last),)
-        return (Span("residual", first, last),)
+        """What units first..last of a group write; see `shares.py`."""
+        return spans_written(self.config, self.groups[name], first_unit, last_unit)
 
     # A step --------------------------------------------------------------------------------------
 
@@ -289,11 +257,11 @@ class CardOperators:
         adds = name == "residual"
         decode, chunk = self._inputs(group, rows)
         factor = None
-        if group.kind == "down" and self._has_shared_gate(group):
+        if has_shared_gate(self.config, group):
             assert self.config.moe is not None
             factor = self.buffers.router[:, self.config.moe.num_experts, None]
-        starts = _starts(group)
-        for block, first, last in _cut(blocks, self._rows(group, first_unit, last_unit)):
+        starts = part_starts(group)
+        for block, first, last in cut_blocks(blocks, output_rows(group, first_unit, last_unit)):
             columns = slice(block.output_row + first, block.output_row + last)
             bias = self._bias(group, block.part, columns, starts[block.part])
             for found, at in self._multiplied(block, first, last, decode, chunk, rows):
@@ -333,14 +301,14 @@ class CardOperators:
         rows: StepRows,
     ) -> None:
         """The activation of gate, times up. Blocks of the two need not have the same rows."""
-        buffers, span = self.buffers, self._rows(group, first_unit, last_unit)
+        buffers, span = self.buffers, output_rows(group, first_unit, last_unit)
         width = span[1] - span[0]
         decode, chunk = self._inputs(group, rows)
         halves = [
             torch.empty((rows.num_rows, width), device=self.device, dtype=torch.float32)
             for _ in range(2)
         ]
-        for block, first, last in _cut(blocks, span):
+        for block, first, last in cut_blocks(blocks, span):
             columns = slice(block.output_row + first, block.output_row + last)
             bias = self._bias(group, block.part, columns, 0)
             here = slice(columns.start - span[0], columns.stop - span[0])
@@ -355,7 +323,7 @@ class CardOperators:
             (rows.num_decode, rows.num_prefill, buffers.activated_chunk),
         ):
             if count:
-                place = _of_width(output, inner)[:count, slice(*span)]
+                place = of_width(output, inner)[:count, slice(*span)]
                 place.copy_(activated[at : at + count])
 
     def _lm_head(
@@ -369,7 +337,7 @@ class CardOperators:
         """Logits of the rows whose logits are wanted, as decode rows are multiplied."""
         wanted = self.buffers.residual[self.inputs.logit_rows[: rows.num_logits]]
         inputs = self._normalised(group, wanted)
-        for block, first, last in _cut(blocks, self._rows(group, first_unit, last_unit)):
+        for block, first, last in cut_blocks(blocks, output_rows(group, first_unit, last_unit)):
             columns = slice(block.output_row + first, block.output_row + last)
             for at in range(0, rows.num_logits, self.geometry.decode_rows):
                 part = inputs[at : at + self.geometry.decode_rows]
@@ -389,8 +357,8 @@ class CardOperators:
         else:
             name = {"o": "attended", "down": "activated"}[group.kind]
             width = group.parts[0].cols
-            few = _of_width(getattr(buffers, name), width)[:decode]
-            many = _of_width(getattr(buffers, f"{name}_chunk"), width)[: rows.num_prefill]
+            few = of_width(getattr(buffers, name), width)[:decode]
+            many = of_width(getattr(buffers, f"{name}_chunk"), width)[: rows.num_prefill]
         return (few if decode else None), (many if rows.num_prefill else None)
 
     def _normalised(self, group: GroupDescription, rows: torch.Tensor) -> torch.Tensor:
@@ -411,37 +379,3 @@ class CardOperators:
         if not group.expert_biases:
             return None
         return ExpertBiases(*(self._constants[name] for name in group.expert_biases))
-
-    def _has_shared_gate(self, group: GroupDescription) -> bool:
-        moe = self.config.moe
-        return moe is not None and moe.has_shared_gate and group.layer in moe.sparse_layers
-
-    def _rows(self, group: GroupDescription, first_unit: int, last_unit: int) -> tuple[int, int]:
-        """Output rows of units first..last."""
-        parts = group.parts[:1] if group.kind == "gate_up" else group.parts
-        total = sum(part.rows for part in parts)
-        return min(first_unit * UNIT_ROWS, total), min(last_unit * UNIT_ROWS, total)
-
-
-def _starts(group: GroupDescription) -> list[int]:
-    """First output row of each part of a group whose parts lie one behind the other."""
-    starts = [0]
-    for part in group.parts:
-        starts.append(starts[-1] + part.rows)
-    return starts
-
-
-def _cut(
-    blocks: Iterable[CardBlock], span: tuple[int, int]
-) -> Iterable[tuple[CardBlock, int, int]]:
-    """Blocks with those of their own rows that output rows span[0]..span[1] need."""
-    for block in blocks:
-        first = max(span[0] - block.output_row, 0)
-        last = min(span[1] - block.output_row, block.num_rows)
-        if first < last:
-            yield block, first, last
-
-
-def _of_width(buffer: torch.Tensor, width: int) -> torch.Tensor:
-    """A buffer that is as wide as the widest group needs, as rows of `width` one by one."""
-    return buffer.view(-1)[: buffer.shape[0] * width].view(-1, width)

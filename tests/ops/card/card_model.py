@@ -13,8 +13,9 @@ from plain_forward import load_experts
 
 from shadowlane.ops.card.buffers import CardGeometry, StepRows
 from shadowlane.ops.card.experts import CardExpert
-from shadowlane.ops.card.operators import UNIT_ROWS, CardOperators
+from shadowlane.ops.card.operators import CardOperators
 from shadowlane.ops.card.products import CardBlock
+from shadowlane.ops.card.shares import UNIT_ROWS
 from shadowlane.ops.decoder import (
     EMBEDDING,
     DecoderConfig,

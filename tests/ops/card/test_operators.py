@@ -15,6 +15,7 @@ from mixture_files import write_mixture_gguf
 from plain_forward import PlainForward, load_experts, load_weights
 from tiny import FAMILIES, MIXTURES, reference_logits, tiny_tokens
 
+from shadowlane.ops.card import attention
 from shadowlane.ops.card.buffers import CardGeometry, StepRows
 from shadowlane.ops.card.operators import CardOperators
 from shadowlane.ops.files import open_model
@@ -163,6 +164,33 @@ def test_a_chunk_in_sub_chunks_gives_the_same(tiny_model: Callable[..., Path]) -
     path = tiny_model("qwen2-moe-window")
     run = CardRun(load_model(path), "float32", 1, uses_triton=False)
     assert_close(logits(run, TOKENS, subchunk_rows=6), reference_logits(path, TOKENS, CHUNKS))
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "gpt-oss"])
+def test_a_chunk_is_attended_in_parts(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Where a mask is needed, rows share one a few at a time."""
+    monkeypatch.setattr(attention, "QUERY_ROWS", 8)
+    path = tiny_model(family)
+    run = CardRun(load_model(path), "float32", 1, uses_triton=False)
+    assert_close(logits(run, TOKENS), reference_logits(path, TOKENS, CHUNKS))
+
+
+def test_the_likeliest_tokens_are_chosen_where_the_logits_are(
+    tiny_model: Callable[..., Path],
+) -> None:
+    run = CardRun(load_model(tiny_model("llama2")), "float32", 1, uses_triton=False)
+    rows = run.step(chunk=TOKENS[:12])
+    tokens, largest = run.cards[0].likeliest(StepRows(0, 12, 12))
+    assert tokens.tolist() == rows.argmax(axis=1).tolist()
+    assert largest.tolist() == rows.max(axis=1).tolist()
+
+
+def test_a_step_with_too_many_rows_is_refused(tiny_model: Callable[..., Path]) -> None:
+    card = CardRun(load_model(tiny_model("llama2")), "float32", 1, uses_triton=False).cards[0]
+    with pytest.raises(ValueError, match="a step has room for 40 tokens; got 41"):
+        card.inputs.write([0] * 41, [], [])
 
 
 @pytest.mark.parametrize("family", ["llama-head-dim", "gpt-oss"])
