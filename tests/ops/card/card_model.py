@@ -22,6 +22,7 @@ from shadowlane.ops.decoder import (
     ExpertMatrix,
     GroupDescription,
     describe_groups,
+    expected_tensors,
     read_decoder,
     read_experts,
 )
@@ -145,6 +146,19 @@ def _plain(values: torch.Tensor, device: str) -> CardBlock:
 def _matrix(matrix: ExpertMatrix, device: str) -> CardBlock:
     raw = np.fromfile(matrix.path, np.uint8, matrix.nbytes, offset=matrix.offset)
     return _block(matrix.layout, raw, device, matrix.rows)
+
+
+def read_shapes(
+    path: Path,
+) -> tuple[DecoderConfig, tuple[GroupDescription, ...], dict[str, np.ndarray]]:
+    """A model's configuration, its groups, and constants that are all 1."""
+    config = read_decoder(open_model(path))
+    constants = {
+        name: np.ones(shape, np.float32)
+        for name, shape in expected_tensors(config).items()
+        if len(shape) == 1 or name.endswith("_bias")
+    }
+    return config, describe_groups(config), constants
 
 
 class CardRun:
