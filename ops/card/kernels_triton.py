@@ -1,8 +1,8 @@
 """The decode kernels in Triton: rows of weights as they lie, times a few float32 inputs.
 
-`multiply` serves packed blocks. `expert_gate_up` and `expert_down` compute every chosen expert
-that is on the card, found through a table in device memory: what is chosen, and what is here, may
-change from step to step of a captured graph.
+`multiply` and `gate_up` serve packed blocks. `compute_experts` serves every chosen expert that is
+on the card, found through a table in device memory: what is chosen, and what is here, may change
+from step to step of a captured graph.
 
 NOTE: tile sizes are a first guess; they have not been tuned on a card.
 """
@@ -43,9 +43,10 @@ def _rows_together(num_inputs: int) -> int:
 
 
 @triton.jit
-def _multiply_kernel(weights, x, y, num_rows, row_nbytes, num_blocks, x_stride, y_stride,
-                     num_inputs, LAYOUT: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr,
-                     NUM: tl.constexpr, PLACES: tl.constexpr):  # fmt: skip
+def _multiply_kernel(weights, x, y, bias, num_rows, row_nbytes, num_blocks, x_stride, y_stride,
+                     num_inputs, LAYOUT: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
+                     ROWS: tl.constexpr, M: tl.constexpr, NUM: tl.constexpr,
+                     PLACES: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = tl.minimum(row, num_rows - 1)
     found = dot_rows(
@@ -54,39 +55,105 @@ def _multiply_kernel(weights, x, y, num_rows, row_nbytes, num_blocks, x_stride, 
     )  # fmt: skip
     index = tl.arange(0, M)[None, :]
     mask = (row[:, None] < num_rows) & (index < num_inputs)
-    tl.store(y + index * y_stride + row[:, None], found, mask=mask)
+    at = y + index * y_stride + row[:, None]
+    if HAS_BIAS:
+        found = found + tl.load(bias + inside)[:, None]
+    if ADDS:
+        found = found + tl.load(at, mask=mask, other=0.0)
+    tl.store(at, found, mask=mask)
 
 
-def multiply(layout: str, packed: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Rows of a layout times inputs: float32 [inputs, rows].
+def multiply(
+    layout: str,
+    packed: torch.Tensor,
+    inputs: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    adds: bool = False,
+) -> None:
+    """out = inputs times rows of a layout (+ bias) (+ out, if `adds`).
 
-    packed: uint8 [rows, row bytes], rows close together; inputs: float32 [inputs, cols].
+    packed: uint8 [rows, row bytes], rows close together; inputs: float32 [inputs, cols]; out:
+    float32 [inputs, rows], columns of something wider; bias: float32 [rows].
     """
     num_rows, row_nbytes = packed.shape
     num_blocks = row_nbytes // LAYOUTS[layout].block_nbytes
     inputs = inputs.contiguous()
-    found = torch.empty((len(inputs), num_rows), dtype=torch.float32, device=inputs.device)
     tile = _tile(layout)
     for first in range(0, len(inputs), MAX_INPUTS):
         part = inputs[first : first + MAX_INPUTS]
         rows = _rows_together(len(part))
         _multiply_kernel[(triton.cdiv(num_rows, rows),)](
-            packed,
-            part,
-            found[first:],
-            num_rows,
-            row_nbytes,
-            num_blocks,
-            inputs.stride(0),
-            found.stride(0),
-            len(part),
-            LAYOUT=layout,
-            ROWS=rows,
-            M=triton.next_power_of_2(len(part)),
-            NUM=tile.num,
-            PLACES=tile.places,
-        )
-    return found
+            packed, part, out[first:], out if bias is None else bias, num_rows, row_nbytes,
+            num_blocks, inputs.stride(0), out.stride(0), len(part),
+            LAYOUT=layout, HAS_BIAS=bias is not None, ADDS=adds, ROWS=rows,
+            M=triton.next_power_of_2(len(part)), NUM=tile.num, PLACES=tile.places,
+        )  # fmt: skip
+
+
+@triton.jit
+def _activate(gate, up, limit, alpha, IS_CLAMPED: tl.constexpr):
+    if IS_CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return (up + 1.0) * gate * tl.sigmoid(gate * alpha)
+    else:
+        return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _gate_up_kernel(gates, ups, x, out, gate_bias, up_bias, num_rows, gate_nbytes, gate_blocks,
+                    up_nbytes, up_blocks, x_stride, out_stride, num_inputs, limit, alpha,
+                    GATE: tl.constexpr, UP: tl.constexpr, HAS_BIAS: tl.constexpr,
+                    IS_CLAMPED: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr,
+                    GATE_NUM: tl.constexpr, GATE_PLACES: tl.constexpr, UP_NUM: tl.constexpr,
+                    UP_PLACES: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = tl.minimum(row, num_rows - 1)
+    gate = dot_rows(gates, inside, gate_nbytes, gate_blocks, x, x_stride, num_inputs,
+                    GATE, ROWS, M, GATE_NUM, GATE_PLACES)  # fmt: skip
+    up = dot_rows(ups, inside, up_nbytes, up_blocks, x, x_stride, num_inputs,
+                  UP, ROWS, M, UP_NUM, UP_PLACES)  # fmt: skip
+    if HAS_BIAS:
+        gate = gate + tl.load(gate_bias + inside)[:, None]
+        up = up + tl.load(up_bias + inside)[:, None]
+    found = _activate(gate, up, limit, alpha, IS_CLAMPED)
+    index = tl.arange(0, M)[None, :]
+    mask = (row[:, None] < num_rows) & (index < num_inputs)
+    tl.store(out + index * out_stride + row[:, None], found, mask=mask)
+
+
+def gate_up(
+    layouts: tuple[str, str],
+    packed: tuple[torch.Tensor, torch.Tensor],
+    inputs: torch.Tensor,
+    out: torch.Tensor,
+    biases: tuple[torch.Tensor, torch.Tensor] | None,
+    clamp: tuple[float, float] | None,
+) -> None:
+    """out = the activation of gate, times up, for the same rows of both; see `multiply`.
+
+    layouts, packed, biases: of gate and of up; clamp: limit and alpha of GPT-OSS's activation, None
+    for silu.
+    """
+    num_rows, inputs = len(packed[0]), inputs.contiguous()
+    nbytes = [each.shape[1] for each in packed]
+    blocks = [
+        each // LAYOUTS[name].block_nbytes for each, name in zip(nbytes, layouts, strict=True)
+    ]
+    tiles = [_tile(name) for name in layouts]
+    limit, alpha = clamp or (0.0, 0.0)
+    for first in range(0, len(inputs), MAX_INPUTS):
+        part = inputs[first : first + MAX_INPUTS]
+        rows = _rows_together(len(part))
+        _gate_up_kernel[(triton.cdiv(num_rows, rows),)](
+            *packed, part, out[first:], *(biases or (out, out)), num_rows, nbytes[0], blocks[0],
+            nbytes[1], blocks[1], inputs.stride(0), out.stride(0), len(part), limit, alpha,
+            GATE=layouts[0], UP=layouts[1], HAS_BIAS=biases is not None,
+            IS_CLAMPED=clamp is not None, ROWS=rows, M=triton.next_power_of_2(len(part)),
+            GATE_NUM=tiles[0].num, GATE_PLACES=tiles[0].places, UP_NUM=tiles[1].num,
+            UP_PLACES=tiles[1].places,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -118,12 +185,7 @@ def _expert_gate_up_kernel(memory, places, ids, x, out, gate_biases, up_biases, 
         gate, up = tl.sum(gate, axis=1), tl.sum(up, axis=1)
         gate = _add_bias(gate, gate_biases, expert, num_rows, inside, HAS_BIAS)
         up = _add_bias(up, up_biases, expert, num_rows, inside, HAS_BIAS)
-        if IS_CLAMPED:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
-            found = (up + 1.0) * gate * tl.sigmoid(gate * alpha)
-        else:
-            found = gate * tl.sigmoid(gate) * up
+        found = _activate(gate, up, limit, alpha, IS_CLAMPED)
         tl.store(out + pair * num_rows + row, found, mask=row < num_rows)
 
 

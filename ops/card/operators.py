@@ -33,7 +33,7 @@ from shadowlane.ops.card.buffers import DTYPES, CardBuffers, CardGeometry, StepI
 from shadowlane.ops.card.cache import Allocate, KvCache
 from shadowlane.ops.card.experts import CardExpert, ExpertBiases, Experts, activate
 from shadowlane.ops.card.packed_torch import expand
-from shadowlane.ops.card.products import CardBlock, Products
+from shadowlane.ops.card.products import CardBlock, Products, has_triton
 from shadowlane.ops.card.shares import (
     Span,
     buffers_read,
@@ -41,6 +41,7 @@ from shadowlane.ops.card.shares import (
     has_shared_gate,
     of_width,
     output_rows,
+    pair_blocks,
     part_starts,
     spans_written,
 )
@@ -52,15 +53,6 @@ if TYPE_CHECKING:
     from shadowlane.ops.card.kernels_triton import ExpertTable
 
 LAYOUT_OF = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-
-
-def has_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels run there: on a card with Triton installed, or interpreted."""
-    try:
-        import triton
-    except ImportError:
-        return False
-    return device.type == "cuda" or bool(triton.knobs.runtime.interpret)
 
 
 class CardOperators:
@@ -200,7 +192,6 @@ class CardOperators:
         if decode is None:
             return
         biases = self._expert_biases(group)
-        clamp = (moe.swiglu_limit, moe.swiglu_alpha) if moe.swiglu_limit else None
         compute_experts(
             table,
             buffers.route_ids[: rows.num_decode],
@@ -208,7 +199,7 @@ class CardOperators:
             buffers.expert_activated,
             buffers.expert_output,
             None if biases is None else (biases.gate, biases.up, biases.down),
-            clamp,
+            self._clamp,
         )
 
     def add_experts(self, rows: StepRows) -> None:
@@ -264,7 +255,11 @@ class CardOperators:
         for block, first, last in cut_blocks(blocks, output_rows(group, first_unit, last_unit)):
             columns = slice(block.output_row + first, block.output_row + last)
             bias = self._bias(group, block.part, columns, starts[block.part])
-            for found, at in self._multiplied(block, first, last, decode, chunk, rows):
+            if decode is not None and factor is None:
+                out = output[: rows.num_decode, columns]
+                self.products.write_few(decode, block, first, last, out, bias, adds)
+            left = None if factor is None else decode
+            for found, at in self._multiplied(block, first, last, left, chunk, rows):
                 if bias is not None:
                     found = found + bias
                 place = output[at : at + len(found), columns]
@@ -301,30 +296,57 @@ class CardOperators:
         rows: StepRows,
     ) -> None:
         """The activation of gate, times up. Blocks of the two need not have the same rows."""
-        buffers, span = self.buffers, output_rows(group, first_unit, last_unit)
-        width = span[1] - span[0]
+        span = output_rows(group, first_unit, last_unit)
+        cut = list(cut_blocks(blocks, span))
         decode, chunk = self._inputs(group, rows)
+        if decode is not None and self._gate_up_fused(group, cut, decode):
+            decode = None
+        if decode is None and chunk is None:
+            return
         halves = [
-            torch.empty((rows.num_rows, width), device=self.device, dtype=torch.float32)
-            for _ in range(2)
+            torch.empty((rows.num_rows, span[1] - span[0]), device=self.device) for _ in range(2)
         ]
-        for block, first, last in cut_blocks(blocks, span):
+        for block, first, last in cut:
             columns = slice(block.output_row + first, block.output_row + last)
             bias = self._bias(group, block.part, columns, 0)
             here = slice(columns.start - span[0], columns.stop - span[0])
             for found, at in self._multiplied(block, first, last, decode, chunk, rows):
-                halves[block.part][at : at + len(found), here] = (
-                    found if bias is None else found + bias
-                )
-        activated = activate(*halves, self.config.moe)
+                place = halves[block.part][at : at + len(found), here]
+                place.copy_(found if bias is None else found + bias)
         inner = group.parts[0].rows
-        for at, count, output in (
-            (0, rows.num_decode, buffers.activated),
-            (rows.num_decode, rows.num_prefill, buffers.activated_chunk),
+        for inputs, at, output in (
+            (decode, 0, self.buffers.activated),
+            (chunk, rows.num_decode, self.buffers.activated_chunk),
         ):
-            if count:
-                place = of_width(output, inner)[:count, slice(*span)]
-                place.copy_(activated[at : at + count])
+            if inputs is not None:
+                gate, up = (half[at : at + len(inputs)] for half in halves)
+                place = of_width(output, inner)[: len(inputs), slice(*span)]
+                place.copy_(activate(gate, up, self.config.moe))
+
+    def _gate_up_fused(
+        self,
+        group: GroupDescription,
+        cut: list[tuple[CardBlock, int, int]],
+        decode: torch.Tensor,
+    ) -> bool:
+        """Decode rows by one kernel per pair of blocks; False where gate's and up's do not pair."""
+        pairs = pair_blocks(cut)
+        if not self.products.uses_triton or pairs is None:
+            return False
+        output = of_width(self.buffers.activated, group.parts[0].rows)[: len(decode)]
+        for gate, up in pairs:
+            start = gate[0].output_row + gate[1]
+            columns = slice(start, start + gate[2] - gate[1])
+            biases = tuple(self._bias(group, part, columns, 0) for part in range(2))
+            place = output[:, columns]
+            self.products.gate_up_few(decode, gate, up, place, biases, self._clamp)
+        return True
+
+    @property
+    def _clamp(self) -> tuple[float, float] | None:
+        """Limit and alpha of a clamped activation."""
+        moe = self.config.moe
+        return (moe.swiglu_limit, moe.swiglu_alpha) if moe and moe.swiglu_limit else None
 
     def _lm_head(
         self,

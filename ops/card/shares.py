@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from shadowlane.ops.card.packed_torch import DIRECT
 from shadowlane.ops.card.products import CardBlock
 from shadowlane.ops.decoder import DecoderConfig, GroupDescription
 
@@ -90,6 +91,24 @@ def cut_blocks(
         last = min(span[1] - block.output_row, block.num_rows)
         if first < last:
             yield block, first, last
+
+
+Cut = tuple[CardBlock, int, int]  # a block, and the first and the end of its own rows
+
+
+def pair_blocks(cut: Iterable[Cut]) -> list[tuple[Cut, Cut]] | None:
+    """Packed blocks of gate with those of up for the same rows; None where some do not pair."""
+    gates: list[Cut] = []
+    ups: list[Cut] = []
+    for each in sorted(cut, key=lambda one: one[0].output_row + one[1]):
+        if each[0].layout in DIRECT:
+            return None
+        (ups if each[0].part else gates).append(each)
+
+    def spans(half: list[Cut]) -> list[tuple[int, int]]:
+        return [(block.output_row + first, last - first) for block, first, last in half]
+
+    return list(zip(gates, ups, strict=True)) if spans(gates) == spans(ups) else None
 
 
 def of_width(buffer: torch.Tensor, width: int) -> torch.Tensor:

@@ -39,7 +39,9 @@ def test_products_of_packed_rows(layout: str, num_inputs: int) -> None:
     weights = expand_rows(layout, packed.reshape(-1), num_rows, cols)
     assert np.array_equal(expand(layout, rows, cols).cpu().numpy(), weights)
     inputs = np.random.default_rng(1).standard_normal((num_inputs, cols)).astype(np.float32)
-    found = triton_kernels.multiply(layout, rows, torch.from_numpy(inputs).cuda()).cpu().numpy()
+    out = torch.empty((num_inputs, num_rows), device="cuda")
+    triton_kernels.multiply(layout, rows, torch.from_numpy(inputs).cuda(), out)
+    found = out.cpu().numpy()
     expected = inputs @ weights.astype(np.float64).T
     scale = np.abs(inputs) @ np.abs(weights).astype(np.float64).T
     assert (np.abs(found - expected) <= 1e-6 * scale).all()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shadowlane.ops.card.operators import has_triton
+from shadowlane.ops.card.products import has_triton
 from shadowlane.ops.layouts import LAYOUTS
 
 needs_interpreter = pytest.mark.skipif(

@@ -21,10 +21,12 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from shadowlane.ops.card import attention_triton as attention
 from shadowlane.ops.card import kernels_triton as kernels
+from shadowlane.ops.card.packed_torch import DIRECT
 from shadowlane.ops.layouts import LAYOUTS
 
 Case = tuple[str, Any, dict[str, str], dict[str, Any]]  # name, kernel, types, constants
@@ -32,7 +34,7 @@ BYTES, FLOATS, INTEGERS, NUMBER = "*u8", "*fp32", "*i64", "i32"
 
 
 def multiply_cases() -> Iterator[Case]:
-    types = {"weights": BYTES, "x": FLOATS, "y": FLOATS}
+    types = {"weights": BYTES, "x": FLOATS, "y": FLOATS, "bias": FLOATS}
     names = ("num_rows", "row_nbytes", "num_blocks", "x_stride", "y_stride", "num_inputs")
     types |= dict.fromkeys(names, NUMBER)
     for layout in LAYOUTS:
@@ -49,6 +51,22 @@ def multiply_cases() -> Iterator[Case]:
                     **sizes,
                 },
             )
+
+
+def gate_up_cases() -> Iterator[Case]:
+    types = {"gates": BYTES, "ups": BYTES, "limit": "fp32", "alpha": "fp32"}
+    types |= dict.fromkeys(("x", "out", "gate_bias", "up_bias"), FLOATS)
+    names = ("num_rows", "gate_nbytes", "gate_blocks", "up_nbytes", "up_blocks", "x_stride")
+    types |= dict.fromkeys((*names, "out_stride", "num_inputs"), NUMBER)
+    for layout in LAYOUTS.keys() - DIRECT.keys():
+        tile = kernels._tile(layout)
+        for inputs in (1, 8):
+            sizes: dict[str, Any] = {"GATE_NUM": tile.num, "GATE_PLACES": tile.places}
+            sizes |= {"UP_NUM": tile.num, "UP_PLACES": tile.places}
+            sizes |= {"ROWS": kernels._rows_together(inputs), "M": inputs}
+            flags = {"HAS_BIAS": inputs > 1, "IS_CLAMPED": inputs > 1, "GATE": layout, "UP": layout}
+            name = f"gate_up {layout} x {inputs}"
+            yield name, kernels._gate_up_kernel, types, sizes | flags
 
 
 def expert_cases() -> Iterator[Case]:
@@ -109,7 +127,7 @@ def compile_case(case: Case, capability: int) -> str:
     assert compiled.asm["cubin"]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "kernel.ptx").write_text(compiled.asm["ptx"])
-        assembler = triton.knobs.nvidia.ptxas.path
+        assembler = get_ptxas(capability).path
         target = re.search(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)
         assert target is not None
         said = subprocess.run(
@@ -128,5 +146,5 @@ def compile_case(case: Case, capability: int) -> str:
 
 
 if __name__ == "__main__":
-    for each in (*multiply_cases(), *expert_cases(), *attention_cases()):
+    for each in (*multiply_cases(), *gate_up_cases(), *expert_cases(), *attention_cases()):
         print(compile_case(each, int(sys.argv[1])), flush=True)

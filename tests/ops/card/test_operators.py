@@ -18,6 +18,7 @@ from tiny import FAMILIES, MIXTURES, reference_logits, tiny_tokens
 from shadowlane.ops.card import attention
 from shadowlane.ops.card.buffers import CardGeometry, StepRows
 from shadowlane.ops.card.operators import CardOperators
+from shadowlane.ops.card.products import CardBlock, join_blocks
 from shadowlane.ops.files import open_model
 from shadowlane.ops.pack_model import pack_model
 
@@ -229,6 +230,24 @@ def test_rows_that_pad_a_step_change_nothing(tiny_model: Callable[..., Path]) ->
         rows = run.step(decode=[(0, TOKENS[9]), *((sequence, 0) for sequence in padding)])
         found.append(rows[:1])
     assert_close(*found, 1e-5)
+
+
+def test_blocks_that_lie_together_are_one() -> None:
+    memory = torch.arange(34 * 12, dtype=torch.uint8)
+
+    def block(first: int, rows: int, output_row: int, part: int = 0) -> CardBlock:
+        return CardBlock("q8_0", memory[34 * first : 34 * (first + rows)], rows, output_row, part)
+
+    # the second follows the first, the third has a gap before it, the last is of another part
+    blocks = [block(2, 4, 2), block(0, 2, 0), block(7, 1, 6), block(8, 4, 7, part=1)]
+    joined = join_blocks(blocks)
+    assert [(each.output_row, each.num_rows, each.part) for each in joined] == [
+        (0, 6, 0),
+        (6, 1, 0),
+        (7, 4, 1),
+    ]
+    assert torch.equal(joined[0].data, memory[: 34 * 6])
+    assert joined[0].data.data_ptr() == memory.data_ptr()
 
 
 def test_sizes_are_named_when_they_are_wrong() -> None:
