@@ -405,8 +405,14 @@ class Service:
             "cached_tokens": timing.cached_tokens,
             "completion_tokens": generated,
             "finish_reason": sequence.finish_reason,
-            "ttft_s": (timing.first_token - timing.submitted) / scale if generated else None,
-            "prefill_tok_per_s": new_tokens / prefill_s if generated and prefill_s > 0 else None,
+            # Of prompts emulation says too little: see docs/calibration.md.
+            "ttft_s": (timing.first_token - timing.submitted)
+            if generated and engine.emulator is None
+            else None,
+            "prefill_tok_per_s": new_tokens / prefill_s
+            if generated and prefill_s > 0 and engine.emulator is None
+            else None,
+            "prefill_s": prefill_s if generated else None,
             "decode_tok_per_s": (generated - 1) / decode_s
             if generated > 1 and decode_s > 0
             else None,
@@ -429,6 +435,7 @@ class Service:
             "bottleneck": bottleneck(lanes),
             "emulated": engine.emulator is not None,
             "slowed": scale,
+            "overrun_s": engine.emulator.overrun_s() if engine.emulator is not None else None,
             "predicted_step_s": predicted or None,
             "predicted_at_hits_step_s": at_hits_s,  # with the hits that there were
             "measured_step_s": statistics.median(steps) / scale if steps else None,

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 STRATEGIES = (
     "auto",
     "layer-split",
-    "layer-split, KV in RAM",
     "row-split",
     "layer-stream",
     "attention-gpu",

@@ -433,7 +433,7 @@ def _machine(
             raise ValueError(f"{name} needs hardware, the machine that is to be emulated")
     if gpu_memory is not None and str(gpu_memory).strip() != "0":
         got = format_size(parse_size(gpu_memory, "gpu_memory"))
-        raise ValueError(f"gpu_memory must be 0 without hardware: no card is served yet; got {got}")
+        raise ValueError(f"gpu_memory must be 0 without a hardware file: no card is served yet; got {got}")
     return (), None
 
 

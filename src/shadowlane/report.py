@@ -129,7 +129,7 @@ def _emulation(stats: Json) -> list[tuple[str, str]]:
     return [
         (
             "emulated",
-            f"seconds of a machine that is not here; one took {stats['slowed']:g} s to run",
+            f"seconds of a machine that is not here; each took {stats.get('slowed', 1):g} s here",
         )
     ]
 

@@ -128,8 +128,10 @@ Strategy = Annotated[
     str | None,
     option(
         "--strategy",
-        **choice(*STRATEGIES),
-        help="Place groups over cards by this layout instead of the best that is found.",
+        **{**choice(*STRATEGIES), "metavar": "LAYOUT"},
+        help="Place groups over cards by this layout instead of the best that is found: "
+        "layer-split, layer-stream, row-split, attention-gpu, cpu-moe or cpu, each with its best "
+        "number of layers.",
         rich_help_panel=_CARDS,
     ),
 ]
@@ -185,7 +187,7 @@ EmulateSeed = Annotated[
 ]
 Disturb = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--disturb",
         metavar="TOKENS:WHAT",
         help="Let other programs take of the emulated machine: 40:cpu=0.4,vram=1GiB leaves 0.4 of "
@@ -412,7 +414,7 @@ class EngineOptions:
         if self.hardware is None and self.gpu_memory not in (None, "0"):
             size = format_size(parse_size(self.gpu_memory or "0", "gpu_memory"))
             raise ValueError(
-                f"gpu_memory must be 0 without hardware: no card is served yet; got {size}"
+                f"gpu_memory must be 0 without a hardware file: no card is served yet; got {size}"
             )
         assign_cores(self.cpu_threads, self.cpu_workers)
 
