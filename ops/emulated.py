@@ -57,7 +57,6 @@ LOADS_NBYTES: Final = 128
 FIRST_OF_LAYER: Final = 3.0  # launches that a card pays for at once, when a layer begins
 REST_OF_LAYER: Final = 0.5  # ... and for each group after that
 CHUNK_S: Final = 2e-6  # what each copy of a link costs beside its bytes
-SMALL: Final = 1.5e6  # bytes of a matrix that reaches half of a rate, on machines as they are
 LEAST_PART: Final = 0.15  # of the DRAM port that cores get, however busy it is
 CORE_OFF_S: Final = 4e-3  # how long a core is taken away at a time
 LAST_PART: Final = 0.25  # of an instruction that is left when the last of its weights has come

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ def emulated_machine(
     *,
     slowed: float | None = None,
     seed: int | None = None,
+    fixed_costs: float = 1.0,
     disturb: Sequence[str] = (),
 ) -> tuple[tuple[CardSettings, ...], Emulated]:
     """The cards to use and the machine whose speed lanes get.
@@ -39,14 +41,29 @@ def emulated_machine(
     gpu_memory: of each card, or one for each, divided by commas; None: all that is not reserved.
     slowed: seconds here for one emulated second; None: as many as this machine needs. seed: of
     hidden factors on all rates, which the planner has to learn; None: the machine is as described.
+    fixed_costs: part of launches, crossings and what small matrices lose that is emulated.
     disturb: "40:cpu=0.4,vram=1GiB": from 40 tokens on others leave 0.4 of the cores and take so
     much of each card; "80:" gives all of it back.
 
     Raises ModelError for a hardware file, ValueError for anything else, in one line.
     """
-    from shadowlane.actors.spec import CardSettings, Emulated
+    from shadowlane.actors.spec import SMALL, CardSettings, Emulated
 
     machine = load_hardware(Path(hardware))
+    if not 0.0 <= fixed_costs <= 1.0:
+        raise ValueError(f"fixed_costs must be from 0 to 1; got {fixed_costs:g}")
+    machine = replace(
+        machine,
+        cpu_launch_s=machine.cpu_launch_s * fixed_costs,
+        cards=tuple(
+            replace(
+                card,
+                launch_s=card.launch_s * fixed_costs,
+                crossing_s=card.crossing_s * fixed_costs,
+            )
+            for card in machine.cards
+        ),
+    )
     if slowed is not None and not 1.0 <= slowed <= 1e6:
         raise ValueError(f"slowed must be from 1 to 1000000; got {slowed:g}")
     emulated = Emulated(
@@ -54,6 +71,7 @@ def emulated_machine(
         seed=0 if seed is None else whole_number("emulate_seed", seed, 0),
         is_hidden=seed is not None,
         slowed=slowed,
+        small_nbytes=SMALL * fixed_costs,
         script=tuple(sorted((_disturbance(each) for each in disturb), key=lambda item: item[0])),
     )
     cards = tuple(CardSettings(nbytes) for nbytes in _memory(machine, gpu_memory))

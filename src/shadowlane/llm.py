@@ -81,6 +81,8 @@ class LLM:
     same tokens and take its time, `slowed` times slower (None: as slow as they must be). gpu_memory
     of each card: "6GiB", or one for each, "6GiB,4GiB". strategy, gpu_layers, cpu_moe, n_cpu_moe: a
     layout by hand instead of the best that is found. emulate_seed hides factors on all rates;
+    fixed_costs below 1 makes launches and crossings as cheap beside the weights of a small model as
+    they are beside those of a large one;
     disturb: "40:cpu=0.4,vram=1GiB" lets other programs take something from 40 tokens on.
 
     Joins a running Ray cluster, or starts one of its own for as long as it lives.
@@ -120,6 +122,7 @@ class LLM:
         n_cpu_moe: int | None = None,
         slowed: float | None = None,
         emulate_seed: int | None = None,
+        fixed_costs: float = 1.0,
         disturb: Sequence[str] = (),
         dashboard: bool = False,
         progress: Progress | None = None,
@@ -160,6 +163,7 @@ class LLM:
             n_cpu_moe=n_cpu_moe,
             slowed=slowed,
             emulate_seed=emulate_seed,
+            fixed_costs=fixed_costs,
             disturb=disturb,
         )
         from shadowlane.actors.cluster import is_joined, join_cluster, running_address
@@ -376,6 +380,7 @@ def make_spec(
     n_cpu_moe: int | None = None,
     slowed: float | None = None,
     emulate_seed: int | None = None,
+    fixed_costs: float = 1.0,
     disturb: Sequence[str] = (),
 ) -> ServiceSpec:
     """What is to be served, with every default decided. Reads nothing of the model."""
@@ -385,7 +390,7 @@ def make_spec(
     from shadowlane.planner.experts import policy_named
 
     machine = {"slowed": slowed, "emulate_seed": emulate_seed, "disturb": disturb}
-    cards, emulated = _machine(hardware, gpu_memory, **machine)
+    cards, emulated = _machine(hardware, gpu_memory, fixed_costs, **machine)
     layout, layers = strategy_of(strategy, gpu_layers, cpu_moe, n_cpu_moe)
     if emulated is None and layout != "auto":
         raise ValueError("strategy needs hardware: without cards there is nothing to place on them")
@@ -423,17 +428,19 @@ def make_spec(
 
 
 def _machine(
-    hardware: str | Path | None, gpu_memory: str | int | None, **how: Any
+    hardware: str | Path | None, gpu_memory: str | int | None, fixed_costs: float, **how: Any
 ) -> tuple[tuple[CardSettings, ...], Emulated | None]:
     if hardware is not None:
         how["seed"] = how.pop("emulate_seed")
-        return emulated_machine(hardware, gpu_memory, **how)
+        return emulated_machine(hardware, gpu_memory, fixed_costs=fixed_costs, **how)
     for name, value in how.items():
         if value not in (None, ()):
             raise ValueError(f"{name} needs hardware, the machine that is to be emulated")
     if gpu_memory is not None and str(gpu_memory).strip() != "0":
         got = format_size(parse_size(gpu_memory, "gpu_memory"))
-        raise ValueError(f"gpu_memory must be 0 without a hardware file: no card is served yet; got {got}")
+        raise ValueError(
+            f"gpu_memory must be 0 without a hardware file: no card is served yet; got {got}"
+        )
     return (), None
 
 
