@@ -18,6 +18,7 @@ from shadowlane.planner.hybrid_layouts import (
     best_of,
     brought_of,
     free_nbytes,
+    one_more,
     settle,
 )
 from shadowlane.planner.profile import Phase
@@ -127,8 +128,11 @@ def _without_experts(question: Question, spread: Spread, brings: bool) -> list[f
         if have < 0.0 and held:
             given = max(given, min(1.0, -have / held))
     if given:
+        room = (1.0 - given) * sum(wholes[i] * vram[i] for i in routed)
         for i in routed:
             vram[i] = int(vram[i] * (1.0 - given) * loads[i].experts) / loads[i].experts
+        if len({spread.over[i] for i in routed}) == 1:  # what one layer needs another can have
+            one_more(question.model, Spread(vram, spread.over), routed, room)
     return vram
 
 
