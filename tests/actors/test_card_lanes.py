@@ -77,7 +77,7 @@ def test_changing_what_lives_where_while_tokens_are_made_changes_none(
         for turn in range(1, 5):
             again = drawn(10 * seed + turn, 2)(catalog, running_now.request)
             planner.script.append((3 * turn, replace(again, placement_id=turn)))
-        for _ in range(50):
+        for _ in range(200):
             assert engine.generate(PROMPT) == expected
             if len(planner.announced) == 5:
                 break
