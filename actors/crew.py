@@ -197,6 +197,9 @@ class Crew:
             each.result()
         if self._blueprint.experts is not None:
             self.disk_lane.call("keep_experts", self._heat, self._settings.expert_policy).result()
+        # What an older placement alone had in memory is gone, and no step will run under it.
+        now = self.placement.placement_id
+        self._published = {key: each for key, each in self._published.items() if key >= now}
         for published in list(self._published.values()):
             for answer in self.publish(published.placement):
                 answer.pending.result()
@@ -276,10 +279,6 @@ class Crew:
         keeps_ring = not is_first and self.placement.sweep == placement.sweep
         self._start_sweep(placement, keeps_ring)
         self.placement = placement
-        # No step will run under an older one: it is not given to lanes that are started again.
-        older = [each for each in self._published if each < placement.placement_id]
-        for placement_id in older:
-            del self._published[placement_id]
         self._drop_all_but([placement])
 
     def _start_sweep(self, placement: Placement, keeps_ring: bool) -> None:
