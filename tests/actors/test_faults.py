@@ -162,7 +162,12 @@ def test_deaths_at_any_moment(model: Path, expected: list[int], cores: Any) -> N
         for _ in range(6):
             victim = draw.choice(victims)
             request = engine.submit(PROMPT, max_tokens=30)
-            hear(request, draw.randrange(12))
+            try:
+                hear(request, draw.randrange(12))
+            except AssertionError as late:  # of the death before, where two came at once
+                assert "its process died" in str(late)
+                collect_after_recovery(engine, PROMPT, expected)
+                continue
             remote(engine, victim).kill()
             if draw.random() < 0.3:  # a second one, maybe while the first is being mended
                 remote(engine, draw.choice(victims)).kill()
