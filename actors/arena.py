@@ -135,7 +135,7 @@ class CardLayout:
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Offsets of all regions. `budget_start`..`budget_end` is what the RAM budget bounds."""
+    """Offsets of all regions. `budget_start` up to the cards is what the RAM budget bounds."""
 
     abort: int
     spins: int  # MAX_LANES words, 64 bytes apart
@@ -168,7 +168,6 @@ class ArenaLayout:
     expert_slots: int
     num_expert_slots: int
     expanded: dict[int, int]  # block -> its copy in the compute type
-    budget_end: int
     lanes: tuple[str, ...]  # compute lanes by their numbers
     is_emulated: bool  # their speed is that of a machine that is not here
     cards: tuple[CardLayout, ...]
@@ -258,8 +257,7 @@ def plan_layout(
     expanded = {
         block: take(blueprint.catalog.blocks[block].expanded_nbytes) for block in placement.expanded
     }
-    budget_end = cursor
-    used = budget_end - budget_start - on_cards
+    used = cursor - budget_start - on_cards
     expected = placement.total_nbytes + weights_nbytes - placement.weights_nbytes
     assert used == expected, (used, expected)
     cards = tuple(
@@ -305,7 +303,6 @@ def plan_layout(
         num_expert_slots=placement.expert_slots,
         expanded=expanded,
         route_nbytes=route_layout(config, step_rows)["nbytes"] if config.moe else 0,
-        budget_end=budget_end,
         lanes=tuple(lane.name for lane in placement.lanes),
         is_emulated=is_emulated,
         cards=cards,

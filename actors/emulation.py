@@ -8,6 +8,7 @@ And each rate is off from the hardware file by a hidden factor, drawn from a see
 have to learn from what they measure.
 
 On a virtual clock: `World.step` computes, nothing waits. Rates are emulated, whatever they say.
+`ops/emulated.py` is the same law for the engine's own lanes, instruction by instruction.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from random import Random
 
+from shadowlane.actors.spec import SMALL
+from shadowlane.ops.emulated import (
+    CHUNK_S,
+    CORE_OFF_S,
+    FIRST_OF_LAYER,
+    LEAST_PART,
+    REST_OF_LAYER,
+)
 from shadowlane.planner.hardware import CALM, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
 from shadowlane.planner.hybrid import (
@@ -32,11 +41,8 @@ from shadowlane.planner.hybrid_moves import Moves
 from shadowlane.planner.hybrid_shadow import StepMeasured
 
 CHUNK_NBYTES = 4e6  # of what links bring
-SMALL_NBYTES = 1.5e6  # a matrix of this size reaches half of a rate
 READ_S = 1e-4  # before a read on demand begins
-LEAST_PART = 0.15  # of the DRAM port that cores get, however busy it is
 JITTER = 0.02  # standard deviation of each duration, as a part of it
-CORE_OFF_S = 4e-3  # how long a core is taken away at a time
 MOVE_PART = 0.25  # of a step that lanes give to a background move if nothing is left over
 WARM_AFTER_S = 30.0
 WARM_LOSES = 0.06  # of a card's rate, once warm
@@ -220,7 +226,7 @@ class _Step:
             )
             work_s = work_s * world.jitter()
             # A floor per layer: five groups' launches are paid with its first.
-            launch_s = card.launch_s * (3.0 if is_first else 0.5)
+            launch_s = card.launch_s * (FIRST_OF_LAYER if is_first else REST_OF_LAYER)
             end_s = ready[1 + index] + work_s + launch_s
             if brought:
                 arrived_s = self._bring(index, brought, begin_s, parts.is_late)
@@ -279,7 +285,7 @@ class _Step:
         """When the last chunk is there: ahead while there is room, the rest from `begin_s` on."""
         card = self._world.machine.cards[index]
         rate = card.h2d_bytes_per_s * self._world.state.link
-        seconds = nbytes / rate * self._world.jitter() + nbytes / CHUNK_NBYTES * 2e-6
+        seconds = nbytes / rate * self._world.jitter() + nbytes / CHUNK_NBYTES * CHUNK_S
         self.busy[self.links[index]] += seconds
         self._to_bring -= nbytes
         free_s = self._link_free_s[index]
@@ -366,4 +372,4 @@ class _Parts:
 
 def _bent(nbytes: float, rate: float) -> float:
     """Seconds of reading a matrix: small ones reach less of the rate."""
-    return (nbytes + SMALL_NBYTES * (nbytes > 0.0)) / rate
+    return (nbytes + SMALL * (nbytes > 0.0)) / rate

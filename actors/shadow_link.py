@@ -134,8 +134,7 @@ class ShadowLink:
             self.decisions.append(command.text)
         elif isinstance(command, ev.PublishPlacement):
             self.decisions.append(command.reason)
-            self._to_move.append(command.placement)
-            self._go_on_moving()
+            self._to_move.append(command.placement)  # `talk` sees to what it needs
         elif isinstance(command, ev.AnnouncePlacement):
             crew.switch(crew.published(command.placement_id))
             self.replans += 1

@@ -41,11 +41,10 @@ PORT_BYTES_PER_S: Final = 8  # of DRAM, that links share; 0: this lane reads mem
 TAKEN: Final = 9  # part of the cores that others take, some milliseconds at a time
 JITTER: Final = 10  # standard deviation of each duration, as a part of it
 SEED: Final = 11
-SKIPS: Final = 12  # 1: only time passes, nothing is computed
-ROW_NBYTES: Final = 13  # of a row of activations that crosses
-SMALL_NBYTES: Final = 14  # a matrix of this size reaches half of a rate
-OVERRUN_S: Final = 15  # written by the lane: what its kernels took beyond the modelled time
-BUSY_S: Final = 16  # written by the lane: inside instructions, by the clock of this machine
+ROW_NBYTES: Final = 12  # of a row of activations that crosses
+SMALL_NBYTES: Final = 13  # a matrix of this size reaches half of a rate
+OVERRUN_S: Final = 14  # written by the lane: what its kernels took beyond the modelled time
+BUSY_S: Final = 15  # written by the lane: inside instructions, by the clock of this machine
 LAW_FIELDS: Final = 24
 LAW_NBYTES: Final = LAW_FIELDS * 8
 

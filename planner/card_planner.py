@@ -39,7 +39,6 @@ from shadowlane.planner.stages import first_stage
 from shadowlane.planner.trial import Option, Settings
 
 STORY_ENTRIES = 12
-SETTLE_STEPS = 2  # steps of a new placement that are not measured: rings fill
 GROWTH = 1.5  # of a context, that makes the shadow think of longer ones
 PROMPT_TOKENS = 2.0  # of a prompt, for each token of an answer
 OURS = "auto"  # the strategy that is searched for, not one of those by hand
@@ -73,8 +72,6 @@ class CardPlanner:
         self._shadow: HybridShadow | None = None
         self._expected: dict[int, _Expected] = {}
         self._after: Placement | None = None  # what a first stage makes room for
-        self._num_measured = 0
-        self._seconds = 0.0
 
     # -- what may be asked
 

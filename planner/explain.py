@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from shadowlane.planner.bounds import bounds
@@ -38,10 +39,6 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
         chunk_rows = placement.subchunks * catalog.subchunk_rows
         prefill_s = chunk_s(catalog, placement, cost, chunk_rows)
     least = bounds(catalog, placement, cost)
-    shares_of_step = {
-        lane: round(100 * min(1.0, busy / decode.step_s), 1) if decode.step_s else 0.0
-        for lane, busy in decode.busy_s.items()
-    }
     strategy = placement.strategy.split(",")[0]
     return {
         "placement_id": placement.placement_id,
@@ -50,16 +47,7 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
         "measured": cost.measured,
         "unmeasured": list(cost.unmeasured(catalog, placement.lanes)),
         "budget": {"ram": placement.ram},
-        "bytes": {
-            "weights": placement.weights_nbytes,
-            "experts": placement.experts_nbytes,
-            "slots": placement.slots_nbytes,
-            "kv": placement.kv_nbytes,
-            "scratch": placement.scratch_nbytes,
-            "constants": placement.constants_nbytes,
-            "expanded": placement.expanded_nbytes,
-            "total": placement.total_nbytes,
-        },
+        "bytes": ram_parts(placement),
         "tiers": tiers(catalog, placement),
         "read_nbytes_per_step": placement.read_nbytes_per_step,
         "num_slots": placement.num_slots,
@@ -75,7 +63,7 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
             "first_step_s": decode.first_step_s,
             "prefill_tok_per_s": chunk_rows / prefill_s if prefill_s else None,
             "bottleneck": decode.bottleneck,
-            "busy_pct": shares_of_step,
+            "busy_pct": busy_percent(decode.busy_s, decode.step_s),
             "resource_bound_s": least.resource_s,
             "resource": least.resource,
             "critical_path_bound_s": least.critical_path_s,
@@ -83,6 +71,28 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
         "copies": why(placement, gain),
         "groups": [_row(catalog, placement, group) for group in catalog.groups],
         "notes": list(placement.notes),
+    }
+
+
+def ram_parts(placement: Placement) -> dict[str, Any]:
+    """What fills the RAM budget, in bytes."""
+    return {
+        "weights": placement.weights_nbytes,
+        "experts": placement.experts_nbytes,
+        "slots": placement.slots_nbytes,
+        "kv": placement.kv_nbytes,
+        "scratch": placement.scratch_nbytes,
+        "constants": placement.constants_nbytes,
+        "expanded": placement.expanded_nbytes,
+        "total": placement.total_nbytes,
+    }
+
+
+def busy_percent(busy_s: Mapping[str, float], step_s: float) -> dict[str, float]:
+    """How much of a step each lane works."""
+    return {
+        lane: round(100 * min(1.0, busy / step_s), 1) if step_s else 0.0
+        for lane, busy in busy_s.items()
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from shadowlane.planner.card_planner import question_over_cards
 from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.explain import busy_percent, ram_parts
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
 from shadowlane.planner.placement import Placement, Request
 from shadowlane.planner.plan_of import plan_of
@@ -32,14 +33,7 @@ def card_report(catalog: Catalog, placement: Placement, request: Request) -> dic
         "emulated": True,
         "budget": {"ram": placement.ram, **{each.lane: each.budget for each in placement.cards}},
         "bytes": {
-            "weights": placement.weights_nbytes,
-            "experts": placement.experts_nbytes,
-            "slots": placement.slots_nbytes,
-            "kv": placement.kv_nbytes,
-            "scratch": placement.scratch_nbytes,
-            "constants": placement.constants_nbytes,
-            "expanded": placement.expanded_nbytes,
-            "total": placement.total_nbytes,
+            **ram_parts(placement),
             "cards": {
                 card.lane: {
                     "weights": card.weights_nbytes,
@@ -67,10 +61,7 @@ def card_report(catalog: Catalog, placement: Placement, request: Request) -> dic
             "first_step_s": decode.step_s,
             "prefill_tok_per_s": prompts.work.rows / prefill.step_s if prefill.step_s else None,
             "bottleneck": decode.bottleneck,
-            "busy_pct": {
-                lane: round(100 * min(1.0, busy / decode.step_s), 1)
-                for lane, busy in decode.busy_s.items()
-            },
+            "busy_pct": busy_percent(decode.busy_s, decode.step_s),
             "resource_bound_s": least.resource_s,
             "resource": "the busiest lane",
             "critical_path_bound_s": least.path_s,

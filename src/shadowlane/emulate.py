@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shadowlane.arguments import one_of, whole_number
-from shadowlane.shapes import load_hardware
 from shadowlane.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ def emulated_machine(
     Raises ModelError for a hardware file, ValueError for anything else, in one line.
     """
     from shadowlane.actors.spec import SMALL, CardSettings, Emulated
+    from shadowlane.shapes import load_hardware  # with YAML, which other commands need not wait for
 
     machine = load_hardware(Path(hardware))
     if not 0.0 <= fixed_costs <= 1.0:
