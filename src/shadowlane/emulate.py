@@ -23,6 +23,7 @@ STRATEGIES = (
     "cpu-moe",
     "cpu",
 )
+EVERY_LAYER = 10**6  # more than any model has
 PARTS = ("cpu", "gpu", "link", "disk")  # of a machine that other programs may take
 
 
@@ -97,7 +98,7 @@ def strategy_of(
     if gpu_layers is not None:
         return "layer-split", whole_number("gpu_layers", gpu_layers, 0)
     if cpu_moe:
-        return "cpu-moe", whole_number("n_cpu_moe", 10**6, 0)
+        return "cpu-moe", EVERY_LAYER
     if n_cpu_moe is not None:
         return "cpu-moe", whole_number("n_cpu_moe", n_cpu_moe, 0)
     return one_of("strategy", strategy or "auto", STRATEGIES), None

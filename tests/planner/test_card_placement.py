@@ -14,7 +14,7 @@ from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hand_placement import OF_LAYERS, OF_ONE, place_by_hand, plan_by_hand
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.hybrid import Plan, Site, Work, model_of, stage_nbytes
-from shadowlane.planner.hybrid_layouts import Question, TooLarge
+from shadowlane.planner.hybrid_layouts import Question, TooLarge, num_layers
 from shadowlane.planner.placement import (
     MIN_SLOTS,
     InfeasiblePlan,
@@ -408,6 +408,15 @@ def test_a_layer_split_has_whole_layers_on_cards() -> None:
     streamed = place_by_hand(LLAMA, "layer-stream", request, ONE, layers=2)
     brought = {LLAMA.blocks[index].group for index in streamed.cards[0].decode_sweep}
     assert brought == {g.name for g in LLAMA.groups if g.blocks and g.layer not in (0, 1)}
+
+
+def test_the_experts_of_more_layers_than_there_are_are_those_of_all() -> None:
+    question = question_of(mixture_catalog(), FAST)
+    most = num_layers(question.model)
+    whole = plan_by_hand(question, "cpu-moe", most)
+    assert plan_by_hand(question, "cpu-moe", 10 * most).sites == whole.sites
+    sites = zip(question.model.loads, whole.sites, strict=True)
+    assert all(site.vram == 0.0 for load, site in sites if load.experts)
 
 
 def test_layouts_that_are_none_or_do_not_fit_are_refused() -> None:
