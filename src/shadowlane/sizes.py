@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import ROUND_HALF_DOWN, Decimal
 from numbers import Integral
 from pathlib import Path
 
@@ -45,7 +45,7 @@ HEADROOM_NBYTES = 2 * GIB
 def parse_size(size: str | int, name: str = "size") -> int:
     """Bytes meant by `size`: "6" and "6G" and "6GiB" are 6 * 2**30, "1.5GB" is 1.5 * 10**9.
 
-    Units are not case-sensitive; fractions of a byte are dropped. An int is taken as bytes.
+    Units are not case-sensitive; fractions are rounded to whole bytes. An int is taken as bytes.
     `name` is what an error calls the value. Raises ValueError for anything else, and below 1 byte.
     """
     if isinstance(size, Integral) and not isinstance(size, bool):
@@ -54,7 +54,8 @@ def parse_size(size: str | int, name: str = "size") -> int:
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"{name} must be a size such as 6GiB, 512MiB or 1.5GB; got {size!r}")
-        nbytes = int(Decimal(match[1]) * _UNITS[match[2].lower()])
+        exact = Decimal(match[1]) * _UNITS[match[2].lower()]
+        nbytes = int(exact.to_integral_value(ROUND_HALF_DOWN))
     if nbytes < 1:
         raise ValueError(f"{name} must be at least one byte; got {size!r}")
     return nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shadowlane.planner.placement import InfeasiblePlan, show_nbytes
@@ -70,6 +70,9 @@ def test_refuses_everything_else_by_name(text: str | int) -> None:
 
 
 @given(st.integers(1, 1 << 50))
+@example(1070)  # 1.04 KiB are 1064.96 bytes
+@example(1111)
+@example(1152)
 def test_what_is_formatted_reads_back_within_half_a_percent(nbytes: int) -> None:
     assert abs(parse_size(format_size(nbytes)) - nbytes) <= nbytes * 0.005
 
