@@ -32,7 +32,7 @@ from shadowlane.ops.table import (
     MAX_BLOCK_ROWS,
     MAX_DECODE_ROWS,
 )
-from shadowlane.planner.catalog import Block, Catalog, Group
+from shadowlane.planner.catalog import Block, Catalog, Group, expert_units
 from shadowlane.planner.context import DEFAULT_CONTEXT
 from shadowlane.planner.placement import PAGE_NBYTES, whole_pages
 
@@ -377,7 +377,10 @@ def _catalog_group(
         layout = experts.formats[sparse][0].layout
         flops = 2 * moe.top_k * 3 * moe.inner * config.hidden_size
         hidden = config.hidden_size
-        return Group(description.name, "experts", description.layer, layout, 1, hidden, (), flops)
+        units = expert_units(moe.num_experts)
+        return Group(
+            description.name, "experts", description.layer, layout, units, hidden, (), flops
+        )
     parts = description.parts
     rows = sum(part.rows for part in parts)
     output_rows = parts[0].rows if description.kind == "gate_up" else rows
