@@ -139,11 +139,9 @@ class Crew:
     def open(self, arena: Arena, layout: ArenaLayout) -> list[Pending]:
         """Every lane maps the arena; the compute lanes may still be at it when this returns."""
         self._arena, self._layout = arena, layout
-        sources = self._blueprint.sources
-        self.homes = Homes(layout.weights, layout.weights_nbytes, sources)
-        self.card_homes = [
-            Homes(card.weights, card.weights_nbytes, sources) for card in layout.cards
-        ]
+        sizes = self._blueprint.held_nbytes
+        self.homes = Homes(layout.weights, layout.weights_nbytes, sizes)
+        self.card_homes = [Homes(card.weights, card.weights_nbytes, sizes) for card in layout.cards]
         self._copies: set[int] = set(layout.expanded)  # blocks whose expanded copy is there
         return self._open_lanes()
 
@@ -196,6 +194,7 @@ class Crew:
             each.result()
         if self._blueprint.experts is not None:
             self.disk_lane.call("keep_experts", self._heat, self._settings.expert_policy).result()
+            self._leave_to_cards(self.placement)
         for published in list(self._published.values()):
             for answer in self.publish(published.placement):
                 answer.pending.result()
@@ -225,7 +224,7 @@ class Crew:
         for lane in self.cpus:
             calls.append((lane, (self._of_lane(programs, lane), homes, copies)))
         for lane, part, there in zip(self.cards, placement.cards, self.card_homes, strict=True):
-            held = {block: there.offsets[block] for block in part.resident}
+            held = {each: there.offsets[each] for each in self._blueprint.on_card(part)}
             calls.append((lane, (self._of_lane(programs, lane), held)))
         for lane in self.links:
             calls.append((lane, (programs, homes)))
@@ -292,6 +291,15 @@ class Crew:
         )
         homes = self.homes_of(placement)
         self.disk_lane.call("adopt", sweep, homes, placement.placement_id).result()
+        self._leave_to_cards(placement)
+
+    def _leave_to_cards(self, placement: Placement) -> None:
+        """Tell the disk lane which experts need no slot in RAM."""
+        if placement.cards and self._blueprint.experts is not None:
+            first = len(self._blueprint.sources)
+            numbers = (n for part in placement.cards for n in self._blueprint.on_card(part))
+            keys = sorted(number - first for number in numbers if number >= first)
+            self.disk_lane.call("leave_to_cards", keys).result()
 
     def begin_step(self, phase: Phase) -> list[int]:
         """Blocks brought to each card before the next step.
@@ -346,15 +354,17 @@ class Crew:
         """
         self._heat = heat
         homes = self.homes.take(index for index, kept in enumerate(placement.resident) if kept)
+        sizes = self._blueprint.held_nbytes
         total = sum(self._blueprint.sources[block].nbytes for block in homes)
         jobs: list[tuple[str, tuple[object, ...]]] = [("load", (homes,))]
         for part, there in zip(placement.cards, self.card_homes, strict=True):
-            held = there.take(part.resident)
-            total += sum(self._blueprint.sources[block].nbytes for block in held)
+            held = there.take(self._blueprint.on_card(part))
+            total += sum(sizes[number] for number in held)
             jobs.append(("load", (held,)))
         if self._blueprint.experts is not None:
             policy = self._settings.expert_policy
             self.disk_lane.call("keep_experts", heat, policy).result()
+            self._leave_to_cards(placement)
             jobs.append(("load_experts", ()))
             total += placement.expert_slots * self._blueprint.experts.catalog.nbytes
         for method, arguments in jobs:
@@ -416,9 +426,10 @@ class Crew:
         if not taken and not self.homes.offsets.keys() >= set(new):
             moves.why = "no room to move blocks before old copies are dropped"
         for part, there in zip(placement.cards, self.card_homes, strict=True):
-            held = there.take(part.resident)
+            wanted = self._blueprint.on_card(part)
+            held = there.take(wanted)
             moves.taken.append(Taken(there, held))
-            if not held and not there.offsets.keys() >= set(part.resident):
+            if not held and not there.offsets.keys() >= set(wanted):
                 moves.why = f"no room on {part.lane} before old copies are dropped"
         if moves.why is not None:
             self._undo(moves)
@@ -510,7 +521,7 @@ class Crew:
             [b for b in self.homes.offsets if not any(each.resident[b] for each in kept)],
         )
         for card, there in enumerate(self.card_homes):
-            held = {block for each in kept for block in each.cards[card].resident}
+            held = {n for each in kept for n in self._blueprint.on_card(each.cards[card])}
             self._drop(there, [block for block in there.offsets if block not in held])
 
     def _drop_copies(self, blocks: Iterable[int]) -> None:

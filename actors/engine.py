@@ -644,4 +644,5 @@ def _retired(
         experts_chosen=experts.chosen,
         experts_resident=experts.resident,
         experts_read_nbytes=experts.read_nbytes,
+        experts_on_cards=experts.on_cards,
     )

@@ -200,7 +200,7 @@ class Draft:
         experts = self.catalog.experts
         if experts is None:
             return [()] * len(self.cards)
-        layers: list[list[tuple[int, ...]]] = []
+        layers: list[tuple[tuple[int, ...], ...]] = []
         for group, _, own in self.groups():
             if group.kind == "experts":
                 counts = [own.ends[card] - own.start(card) for card in range(len(self.cards))]

@@ -48,7 +48,7 @@ def _nobody(placement: Placement) -> tuple[float, ...]:
 
 
 def _experts(catalog: Catalog, group: Group, placement: Placement) -> Site:
-    """RAM holds the same part of all layers' experts; those that are on cards need no room there."""
+    """RAM holds the same part of all layers' experts; those on cards need no room there."""
     experts = catalog.experts
     assert experts is not None, "only mixtures have routed experts"
     layer = [each.name for each in catalog.sparse_groups].index(group.name)

@@ -205,9 +205,7 @@ def build_programs(
     return programs
 
 
-def _join_experts(
-    catalog: Catalog, instructions: Mapping[str, list[ComputeInstruction]]
-) -> None:
+def _join_experts(catalog: Catalog, instructions: Mapping[str, list[ComputeInstruction]]) -> None:
     """Let who adds up the experts of a layer wait at its end for those who compute others."""
     units = {group.name: group.units for group in catalog.sparse_groups}
     if not units:

@@ -92,9 +92,7 @@ def _check_experts(catalog: Catalog, placement: Placement) -> None:
     for layer, group in enumerate(catalog.sparse_groups):
         assert experts is not None, "the model has routed experts"
         on_cards = [each for card in placement.cards for each in card.experts_of(layer)]
-        if len(set(on_cards)) < len(on_cards) or not set(on_cards) <= set(
-            range(experts.per_layer)
-        ):
+        if len(set(on_cards)) < len(on_cards) or not set(on_cards) <= set(range(experts.per_layer)):
             raise InconsistentPrograms(
                 f"{group.name}: experts on cards must be different ones below "
                 f"{experts.per_layer}; got {sorted(on_cards)}"
@@ -110,8 +108,8 @@ def _check_expert_shares(placement: Placement, phase: Phase, layer: int, group: 
         units = [share.last_unit - share.first_unit for share in shares if share.lane == card.lane]
         if sum(units) != count or len(units) > 1:
             raise InconsistentPrograms(
-                f"{group.name}: {card.lane} has a share of {sum(units)} in {phase}; {count} experts "
-                "live there"
+                f"{group.name}: {card.lane} has a share of {sum(units)} in {phase}; "
+                f"{count} experts live there"
             )
     if shares[-1].lane in {card.lane for card in placement.cards}:
         raise InconsistentPrograms(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -16,7 +16,6 @@ from shadowlane.planner.placement import (
     Placement,
     Share,
 )
-from shadowlane.planner.search import UNDIVIDED
 
 CARD = Card(
     name="a card for tests",
@@ -62,6 +61,7 @@ def over_cards(
     """`whole`, of which all is in RAM, with every group shared out at random.
 
     A part may live on a card, come over its link (in decode, in prefill, or in both), or stay.
+    Of experts, any may live on cards.
     """
     random = Random(seed)
     names = [f"gpu:{number}" for number in range(cards)]
@@ -72,8 +72,16 @@ def over_cards(
     kv_heads = dict.fromkeys(names, 0)
     shares: dict[str, dict[str, tuple[Share, ...]]] = {"decode": {}, "prefill": {}}
     leaves = set()  # RAM
+    experts = [draw_experts(catalog, random, cards) for _ in catalog.sparse_groups]
     for group in catalog.groups:
-        if group.kind == "embed" or group.kind in UNDIVIDED:
+        if group.kind == "experts":
+            of_layer = experts[catalog.sparse_groups.index(group)]
+            for phase in shares:
+                shares[phase][group.name] = expert_shares(
+                    group, dict(zip(names, of_layer, strict=True))
+                )
+            continue
+        if group.kind in ("embed", "router"):
             for phase in shares:
                 shares[phase][group.name] = (Share("cpu:0", 0, group.units),)
             continue
@@ -113,6 +121,7 @@ def over_cards(
         for phase in shares:
             shares[phase][group.name] = tuple(parts[phase])
     room = sum(block.held_nbytes for block in catalog.blocks)  # for any other draw beside this one
+    expert_nbytes = catalog.experts.slot_nbytes if catalog.experts else 0
     parts_of = tuple(
         CardPart(
             lane=name,
@@ -125,8 +134,10 @@ def over_cards(
             weights_nbytes=2 * room,
             slots_nbytes=num_slots * catalog.slot_nbytes,
             kv_nbytes=4096 * kv_heads[name],
+            experts=tuple(layer[number] for layer in experts),
+            experts_nbytes=expert_nbytes * sum(len(layer[number]) for layer in experts),
         )
-        for name in names
+        for number, name in enumerate(names)
     )
     kept = tuple(is_kept and index not in leaves for index, is_kept in enumerate(whole.resident))
     return replace(
@@ -139,6 +150,27 @@ def over_cards(
         prefill_shares=shares["prefill"],
         cards=parts_of,
     )
+
+
+def draw_experts(catalog: Catalog, random: Random, cards: int) -> tuple[tuple[int, ...], ...]:
+    """Of one layer, those on each card: none, some or all of them."""
+    assert catalog.experts is not None
+    part = random.choice((0.0, 0.3, 0.7, 1.0))
+    held: list[list[int]] = [[] for _ in range(cards)]
+    for expert in range(catalog.experts.per_layer):
+        if random.random() < part:
+            random.choice(held).append(expert)
+    return tuple(map(tuple, held))
+
+
+def expert_shares(group: Group, held: Mapping[str, Sequence[int]]) -> tuple[Share, ...]:
+    """Cards first, then the processor, which adds up."""
+    found, at = [], 0
+    for lane, experts in held.items():
+        if experts:
+            found.append(Share(lane, at, at + len(experts)))
+            at += len(experts)
+    return (*found, Share("cpu:0", at, group.units))
 
 
 def specs(names: Sequence[str]) -> tuple[LaneSpec, ...]:

@@ -1,0 +1,114 @@
+"""Routed experts on emulated cards: the same tokens wherever each of them is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cards import machine_with, over_cards
+from inprocess import AMPLE, ONE_THREAD, collect, cut, running, small_blocks
+from mixture_files import write_published_gpt_oss
+from test_experts_run import MANY, read_nbytes
+from tiny import tiny_tokens
+
+from shadowlane.actors.blueprint import Options
+from shadowlane.actors.spec import CardSettings, Emulated
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.cost import CostModel
+from shadowlane.planner.placement import LaneSpec, Placement, Request
+from shadowlane.planner.program import build_programs
+from shadowlane.planner.search import SPARE_EXPERTS, place
+from shadowlane.planner.validate import validate
+
+OPTIONS = Options(context=128, prefill_chunk=24)
+PROMPT = tiny_tokens(41)
+FAMILIES = ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with small_blocks(4096):
+        yield
+
+
+def drawn(
+    seed: int, cards: int, slots: int | None = None
+) -> Callable[[Catalog, Request], Placement]:
+    """slots: of experts in RAM; None: one for each."""
+
+    def first(catalog: Catalog, request: Request) -> Placement:
+        processors = replace(request, lanes=(LaneSpec("cpu:0", 1),))
+        whole = place(catalog, processors, CostModel(None))
+        if slots is not None:
+            assert catalog.experts is not None
+            nbytes = slots * catalog.experts.slot_nbytes
+            whole = replace(whole, expert_slots=slots, experts_nbytes=nbytes)
+        placement = over_cards(catalog, whole, seed, cards)
+        for phase in ("decode", "prefill"):
+            validate(catalog, placement, build_programs(catalog, placement, phase), phase)
+        return placement
+
+    return first
+
+
+def on_cards(
+    seed: int,
+    cards: int,
+    slots: int | None = None,
+    cores: Sequence[Sequence[int]] = ONE_THREAD,
+) -> dict[str, Any]:
+    """Settings of an engine over so many cards, with everything shared out at random."""
+    return {
+        "ram": AMPLE,
+        "cores": cores,
+        "first": drawn(seed, cards, slots),
+        "cards": (CardSettings(1 << 30),) * cards,
+        "emulated": Emulated(machine_with(cards), seed=seed),
+    }
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_experts_on_cards_give_the_same_tokens(
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str, cards: int
+) -> None:
+    if family == "published":
+        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
+    else:
+        model = tiny_model(family)
+    experts = cut(model, OPTIONS, ONE_THREAD).catalog.experts
+    assert experts is not None
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(PROMPT, 20)
+        logits = engine.logits(PROMPT)
+    few = experts.top_k + SPARE_EXPERTS
+    for seed, slots in enumerate((None, few, None, few)):
+        with running(model, options=OPTIONS, **on_cards(seed, cards, slots)) as engine:
+            placement = engine.engine.placement
+            assert engine.generate(PROMPT, 20) == expected
+            assert engine.generate(PROMPT, 20) == expected
+            assert np.array_equal(engine.logits(PROMPT), logits)
+            use = engine.engine.gauges.expert_use()
+            assert bool(use.on_cards) == bool(placement.experts_on_cards)
+            if placement.expert_slots == experts.total:
+                assert read_nbytes(engine) == 0, "what is on cards is not asked for"
+                assert use.resident == use.chosen
+
+
+def test_requests_that_share_steps(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model(MANY)
+    options = replace(OPTIONS, max_batch=4)
+    experts = cut(model, options, ONE_THREAD).catalog.experts
+    assert experts is not None
+    prompts = [tiny_tokens(20 + 7 * number)[number:] for number in range(4)]
+    with running(model, options=options, cores=ONE_THREAD) as engine:
+        alone = [engine.generate(prompt, 12) for prompt in prompts]
+    few = experts.top_k + SPARE_EXPERTS
+    for seed in (5, 6):
+        with running(model, options=options, **on_cards(seed, 2, few)) as engine:
+            together = [engine.submit(prompt, 12) for prompt in prompts]
+            assert [collect(sequence) for sequence in together] == alone
