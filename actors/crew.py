@@ -492,6 +492,11 @@ class Crew:
                 f"the ring has {self._layout.num_slots} slots, laid out at the start; "
                 f"{placement.num_slots} are wanted"
             )
+        if placement.expert_slots != self._layout.num_expert_slots:
+            return (
+                f"RAM has {self._layout.num_expert_slots} slots for experts, laid out at the "
+                f"start; {placement.expert_slots} are wanted"
+            )
         for part, there in zip(placement.cards, self._layout.cards, strict=True):
             brings = part.decode_sweep or part.prefill_sweep
             if brings and part.num_slots != there.num_slots:

@@ -512,7 +512,7 @@ class DiskLane:
             self._statistics[EXPERT_NBYTES] += nbytes
 
     def _read_extent(self, extent: FileRange | Piece, home: int, step: int, number: int) -> int:
-        """A block or part of an expert, to the arena offset `home`: as it lies, or through a buffer."""
+        """A block, or part of an expert, to an arena offset: as it lies, or through a buffer."""
         if not isinstance(extent, Piece):
             return self._read(extent, home, step, number)
         buffer = at = self._buffers.get()

@@ -1,11 +1,12 @@
 """Which experts a layer's rows go to, and which of these are in RAM: the choice itself.
 
 Whoever finishes a layer's router logits runs `route`, once, before any expert of the layer is
-computed. What lives on cards, as the placement says, is listed for each of them. Of the others, two processes share the residency of experts without a lock. Each expert has a word: its
-slot, and the number of the route that used it last. `route` marks those it has chosen with its own
-number, by compare-and-swap; the disk lane empties, by compare-and-swap too, only words whose mark
-is older than the newest route. So nothing is evicted between being chosen and being computed, and
-where both want the same word one of them sees that and turns to another.
+computed. What lives on cards, as the placement says, is listed for each of them. Of the others, two
+processes share the residency without a lock. Each expert has a word: its slot, and the number of
+the route that used it last. `route` marks those it has chosen with its own number, by
+compare-and-swap; the disk lane empties, by compare-and-swap too, only words whose mark is older
+than the newest route. So nothing is evicted between being chosen and being computed, and where both
+want the same word one of them sees that and turns to another.
 """
 
 from __future__ import annotations

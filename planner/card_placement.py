@@ -43,12 +43,14 @@ def place_on_cards(
     *,
     placement_id: int = 0,
     budgets: Mapping[str, int] | None = None,
+    expert_slots: int | None = None,
 ) -> Placement:
     """`plan` in whole blocks, for the lanes of `request`: cpu:0, which computes alone, and cards.
 
     question: the one that `plan` answers; its machine has the cards of the lanes, in their order.
     Where `request` names no context, there is room for the question's.
     budgets: bytes of each card by its lane; None: what the question's conditions leave of them.
+    expert_slots: routed experts that RAM has room for, whatever it takes; None: as many as fit.
 
     Raises InfeasiblePlan where RAM cannot hold what it must, ValueError for lanes, budgets or pins
     that do not suit.
@@ -71,14 +73,18 @@ def place_on_cards(
     room -= weights + num_slots * catalog.slot_nbytes
     experts = catalog.experts
     parts = draft.card_parts()
-    needed = experts.total - sum(part.num_experts for part in parts) if experts else 0
     expert_nbytes = experts.slot_nbytes if experts else 1
-    kept = _keep_embedding(
-        draft, resident, room - expert_nbytes * min(needed, room // expert_nbytes)
-    )
+    if expert_slots is not None and expert_slots * expert_nbytes > room:
+        what = {f"{expert_slots} experts": expert_slots * expert_nbytes}
+        raise InfeasiblePlan("a running engine keeps its experts", what, max(0, room))
+    needed = experts.total - sum(part.num_experts for part in parts) if experts else 0
+    least = min(needed, room // expert_nbytes) if expert_slots is None else expert_slots
+    kept = _keep_embedding(draft, resident, room - expert_nbytes * least)
     weights += kept
-    # What is left holds experts that leave the cards one day.
-    expert_slots = min(experts.total, (room - kept) // expert_nbytes) if experts else 0
+    if experts is None:
+        expert_slots = 0
+    elif expert_slots is None:  # what is left is for experts that leave the cards one day
+        expert_slots = min(experts.total, (room - kept) // expert_nbytes)
     experts_nbytes = expert_slots * expert_nbytes
     in_memory = min(experts.total, expert_slots + experts.total - needed) if experts else 0
     processor = request.lanes[0].name

@@ -80,7 +80,7 @@ class Experts:
 
 
 def expert_units(per_layer: int) -> int:
-    """Units of a group of routed experts: whoever has the last one adds up what all of them gave."""
+    """Units of a group of routed experts: whoever has the last adds up what all of them gave."""
     return per_layer + 1
 
 

@@ -126,6 +126,14 @@ def assumed_hits(model: Model) -> HitRate:
     return lambda part: interpolate(points, part)
 
 
+def known_hits(catalog: Catalog, model: Model) -> HitRate:
+    """The same, from earlier runs of it where they are remembered."""
+    hits = catalog.experts.hits if catalog.experts else None
+    if hits is None:
+        return assumed_hits(model)
+    return lambda part: interpolate(hits.points, part)
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a step carries, and for how long a context room is kept."""

@@ -139,6 +139,18 @@ class CardPart:
         return Stream(self.link, sweep, self.num_slots)
 
 
+def expert_shares(counts: Mapping[str, int], processor: str, units: int) -> tuple[Share, ...]:
+    """Who computes the routed experts of a layer: cards, by how many live there, and a processor,
+    which has the others and adds up."""
+    found: list[Share] = []
+    at = 0
+    for lane, count in counts.items():
+        if count:
+            found.append(Share(lane, at, at + count))
+            at += count
+    return (*found, Share(processor, at, units))
+
+
 def link_of(card: str) -> str:
     """gpu:1 -> h2d:1: the lane that copies to a card."""
     return f"h2d:{card.removeprefix('gpu:')}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -15,6 +15,7 @@ from shadowlane.planner.placement import (
     LaneSpec,
     Placement,
     Share,
+    expert_shares,
 )
 
 CARD = Card(
@@ -161,16 +162,6 @@ def draw_experts(catalog: Catalog, random: Random, cards: int) -> tuple[tuple[in
         if random.random() < part:
             random.choice(held).append(expert)
     return tuple(map(tuple, held))
-
-
-def expert_shares(group: Group, held: Mapping[str, Sequence[int]]) -> tuple[Share, ...]:
-    """Cards first, then the processor, which adds up."""
-    found, at = [], 0
-    for lane, experts in held.items():
-        if experts:
-            found.append(Share(lane, at, at + len(experts)))
-            at += len(experts)
-    return (*found, Share("cpu:0", at, group.units))
 
 
 def specs(names: Sequence[str]) -> tuple[LaneSpec, ...]:
