@@ -284,7 +284,7 @@ def first_over_cards(catalog: Catalog, request: Request) -> Placement:
 def question_over_cards(catalog: Catalog, request: Request) -> Question:
     """For decode, and a part of a chunk of a prompt for every token of an answer."""
     assert request.machine is not None, "cards are planned for on a machine that is described"
-    model = model_of(catalog, catalog.model)
+    model = model_of(catalog, catalog.model, is_ours=True)
     context = min(request.context or DEFAULT_CONTEXT, model.max_context)
     work = Work(
         sequences=request.max_batch,

@@ -71,6 +71,8 @@ def plan_by_hand(question: Question, strategy: str, layers: int | None = None) -
         raise ValueError(f"{strategy} takes no number of layers; got {layers}")
     else:
         most = num_layers(question.model)
+        if strategy == "cpu-moe":  # more than there are: all, as llama.cpp has it
+            layers = min(layers, most)
         if not 0 <= layers <= most:
             raise ValueError(f"layers must be from 0 to {most}; got {layers}")
         plan = OF_LAYERS[strategy](question, layers)
