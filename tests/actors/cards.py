@@ -77,10 +77,9 @@ def over_cards(
     for group in catalog.groups:
         if group.kind == "experts":
             of_layer = experts[catalog.sparse_groups.index(group)]
+            counts = dict(zip(names, map(len, of_layer), strict=True))
             for phase in shares:
-                shares[phase][group.name] = expert_shares(
-                    group, dict(zip(names, of_layer, strict=True))
-                )
+                shares[phase][group.name] = expert_shares(counts, "cpu:0", group.units)
             continue
         if group.kind in ("embed", "router"):
             for phase in shares:

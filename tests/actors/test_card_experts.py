@@ -21,6 +21,7 @@ from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.placement import LaneSpec, Placement, Request
 from shadowlane.planner.program import build_programs
+from shadowlane.planner.routing_files import read_trace
 from shadowlane.planner.search import SPARE_EXPERTS, place
 from shadowlane.planner.validate import validate
 
@@ -112,3 +113,74 @@ def test_requests_that_share_steps(tiny_model: Callable[..., Path]) -> None:
         with running(model, options=options, **on_cards(seed, 2, few)) as engine:
             together = [engine.submit(prompt, 12) for prompt in prompts]
             assert [collect(sequence) for sequence in together] == alone
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_moving_experts_while_tokens_are_made_changes_none(
+    tiny_model: Callable[..., Path], seed: int
+) -> None:
+    """What leaves a card is read into RAM when it is chosen; what nobody needs is dropped."""
+    model = tiny_model(MANY)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(PROMPT, 20)
+    slots = 9
+    with running(model, options=OPTIONS, **on_cards(10 * seed, 2, slots)) as engine:
+        planner, now = engine.planner, engine.engine
+        assert planner is not None
+        for turn in range(1, 4):
+            again = drawn(10 * seed + turn, 2, slots)(now.blueprint.catalog, now.request)
+            planner.script.append((3 * turn, replace(again, placement_id=turn)))
+        for _ in range(50):
+            assert engine.generate(PROMPT, 20) == expected
+            if len(planner.announced) == 4:
+                break
+        assert [placement for placement, _ in planner.announced] == [0, 1, 2, 3]
+        for part, there in zip(now.placement.cards, now.crew.card_homes, strict=True):
+            assert set(there.offsets) == set(now.blueprint.on_card(part))
+
+
+def test_replayed_routing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny_model(MANY)
+    trace = tmp_path / "routes.jsonl"
+    with running(model, options=OPTIONS, cores=ONE_THREAD, trace_routing=trace) as engine:
+        engine.generate(PROMPT, 20)
+    with running(model, options=OPTIONS, cores=ONE_THREAD, replay_routing=trace) as engine:
+        expected = engine.generate(PROMPT, 20)
+    settings = on_cards(3, 1, 12)
+    again = tmp_path / "again.jsonl"
+    with running(
+        model, options=OPTIONS, replay_routing=trace, trace_routing=again, **settings
+    ) as engine:
+        assert engine.generate(PROMPT, 20) == expected
+    assert np.array_equal(read_trace(again).choices, read_trace(trace).choices)
+
+
+def test_the_planner_fills_a_card_with_experts(tiny_model: Callable[..., Path]) -> None:
+    """As many as its budget has room for; tokens stay, whatever is re-planned then."""
+    model = tiny_model(MANY, num_experts=32, num_experts_per_tok=4)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(PROMPT, 20)
+    blueprint = cut(model, OPTIONS, ONE_THREAD)
+    experts = blueprint.catalog.experts
+    assert experts is not None
+    dense = sum(block.held_nbytes for block in blueprint.catalog.blocks)
+    memory = 2 * dense + experts.total * experts.slot_nbytes // 2
+    slow = replace(machine_with(1), cpu_bytes_per_s=1e8, cpu_flops=1e10)
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        cards=(CardSettings(memory),),
+        emulated=Emulated(slow, seed=3, is_hidden=True, slowed=2.0, small_nbytes=1e4),
+    ) as engine:
+        now = engine.engine
+        (card,) = now.placement.cards
+        assert card.num_experts >= experts.total // 3
+        assert card.total_nbytes <= memory
+        for _ in range(10):
+            assert engine.generate(PROMPT, 20) == expected
+        assert now.shadow.is_open, now.shadow.notes
+        use = now.gauges.expert_use()
+        assert use.on_cards > 0
+        assert now.expert_heat() is not None, "what is chosen is watched, for the next run"
