@@ -16,7 +16,11 @@ from test_experts_run import MANY, read_nbytes
 from tiny import tiny_tokens
 
 from shadowlane.actors.blueprint import Options
+from shadowlane.actors.lowering import lower, make_geometry
+from shadowlane.actors.scratch import route_layout
 from shadowlane.actors.spec import CardSettings, Emulated
+from shadowlane.ops import emulated as law
+from shadowlane.ops import table as t
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.placement import LaneSpec, Placement, Request
@@ -184,3 +188,40 @@ def test_the_planner_fills_a_card_with_experts(tiny_model: Callable[..., Path]) 
         use = now.gauges.expert_use()
         assert use.on_cards > 0
         assert now.expert_heat() is not None, "what is chosen is watched, for the next run"
+
+
+def test_an_emulated_lane_takes_the_time_of_the_experts_that_it_computes(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """Of each layer's newest route, without scatter: each lane those in its list, and no others."""
+    model = tiny_model(MANY)
+    with running(model, options=OPTIONS, **on_cards(1, 2)) as engine:
+        engine.generate(PROMPT, 4)
+        now = engine.engine
+        arena, layout, blueprint = now.arena, now.layout, now.blueprint
+        experts = blueprint.catalog.experts
+        assert experts is not None
+        assert arena is not None
+        offsets = route_layout(blueprint.config, layout.step_rows)
+        programs = build_programs(blueprint.catalog, now.placement)
+        record = arena.base + layout.records
+        laws = np.zeros(law.LAW_FIELDS)
+        laws[law.BYTES_PER_S], laws[law.FLOPS_PER_S] = 1e9, 1e18
+        calm = np.zeros(law.LOADS)
+        taken = np.zeros((len(layout.lanes), experts.num_layers))
+        for lane, name in enumerate(layout.lanes):
+            geometry = make_geometry(blueprint, layout, lane, 1, layout.card_of(lane))
+            lowered = lower(blueprint, layout, now.placement, programs[name], {}, 1)
+            for row in lowered.instructions:
+                if row[t.KIND] == t.EXPERTS:
+                    taken[lane, row[t.SPARSE_LAYER]] = law.work_s(
+                        arena.base, geometry, row, record, laws.ctypes.data, calm.ctypes.data
+                    )
+        for layer in range(experts.num_layers):
+            at = layout.scratch["routes"] + layer * offsets["nbytes"] + offsets["starts"]
+            starts = arena.view(at, np.int32, experts.per_layer + 1)
+            chosen = set(np.flatnonzero(np.diff(starts)).tolist())
+            held = [chosen.intersection(card.experts_of(layer)) for card in now.placement.cards]
+            counts = np.array([len(chosen) - sum(map(len, held)), *map(len, held)])
+            assert np.allclose(taken[:, layer], counts * experts.nbytes / 1e9)
+        assert (taken[1:] > 0).any()
