@@ -6,7 +6,7 @@ going again when one has failed. Decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,6 +70,7 @@ class Moves:
     taken: list[Taken] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
     later: list[tuple[Remote, dict[int, int]]] = field(default_factory=list)  # per card
+    read: set[int] = field(default_factory=set)  # of these, on their way off the disk
     why: str | None = None  # it cannot be
     is_withdrawn: bool = False  # nobody wants it any more
 
@@ -440,6 +441,7 @@ class Crew:
         for link, each in zip(self.links, moves.taken[1:], strict=True):
             if each.offsets:
                 moves.later.append((link, each.offsets))
+                self._read_for_cards(moves, each.offsets)
         return moves
 
     def go_on_moving(self, moves: Moves) -> bool:
@@ -474,16 +476,32 @@ class Crew:
                 self._arriving.remove(moves.placement)
         return True
 
+    def _read_for_cards(self, moves: Moves, offsets: Mapping[int, int]) -> bool:
+        """Begin to read what cards want and RAM has at no home of its own. Whether there is any.
+
+        NOTE: slots of experts are no homes: what is there may have to go at any moment.
+        """
+        read = {
+            number: at
+            for number, at in offsets.items()
+            if number not in self.homes.offsets and number not in moves.read
+        }
+        if read:
+            moves.read.update(read)
+            moves.pending.append(self.disk_lane.call("load", read))
+        return bool(read)
+
     def _move_to_cards(self, moves: Moves) -> None:
         """Out of RAM where a block is there; else off the disk, and then the time of its copy."""
+        wanted = {number: at for _, offsets in moves.later for number, at in offsets.items()}
+        if self._read_for_cards(moves, wanted):
+            return  # homes have been dropped meanwhile
         for link, offsets in moves.later:
-            at_home = {b: self.homes.offsets[b] for b in offsets if b in self.homes.offsets}
-            read = {block: at for block, at in offsets.items() if block not in at_home}
-            if read:
-                self.disk_lane.call("load", read).result()
-            moves.pending.append(
-                link.call("move", [(b, at_home.get(b, at), at) for b, at in offsets.items()])
-            )
+            copies = [
+                (number, at if number in moves.read else self.homes.offsets[number], at)
+                for number, at in offsets.items()
+            ]
+            moves.pending.append(link.call("move", copies))
         moves.later = []
 
     def _misfit(self, placement: Placement) -> str | None:
