@@ -83,7 +83,8 @@ def test_a_missing_figure_is_a_dash() -> None:
 def test_hits_are_told_apart_from_what_was_read_ahead() -> None:
     look = {"is_on": True, "recall": 0.9, "early_reads": 50, "used": 0.8, "withdrawn": 3}
     experts = {
-        "slots": 4, "of": 16, "on_cards": 0, "card_rate": 0.0, "hit_rate": 0.5, "early_hit_rate": 0.25, "look_ahead": look,
+        "slots": 4, "of": 16, "on_cards": 0, "card_rate": 0.0, "hit_rate": 0.5,
+        "early_hit_rate": 0.25, "look_ahead": look,
         "expected_hit_rate": 0.4, "expected_from": "remembered",
         "read_nbytes_per_token": 1 << 20, "policy": "mixture/global",
         "kept": "the most used lately and for long, over all layers", "policy_switches": 1,
