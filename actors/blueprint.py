@@ -32,9 +32,9 @@ from shadowlane.ops.table import (
     MAX_BLOCK_ROWS,
     MAX_DECODE_ROWS,
 )
-from shadowlane.planner.catalog import Block, Catalog, Group
+from shadowlane.planner.catalog import Block, Catalog, Group, expert_units
 from shadowlane.planner.context import DEFAULT_CONTEXT
-from shadowlane.planner.placement import PAGE_NBYTES, whole_pages
+from shadowlane.planner.placement import PAGE_NBYTES, CardPart, whole_pages
 
 PAGE = PAGE_NBYTES
 UNIT_ROWS = 16
@@ -86,6 +86,32 @@ class Blueprint:
     notes: tuple[str, ...]
     unexpected: tuple[str, ...]  # tensors of the file that nothing uses
     experts: ExpertPlan | None  # of a mixture
+
+    def expert_number(self, layer: int, expert: int) -> int:
+        """How a routed expert is counted where blocks and experts are meant: behind all blocks.
+
+        layer: counted among those that have experts.
+        """
+        assert self.catalog.experts is not None, "only mixtures have routed experts"
+        return len(self.sources) + layer * self.catalog.experts.per_layer + expert
+
+    def on_card(self, part: CardPart) -> list[int]:
+        """The numbers of all that lives on a card under a placement: blocks, then experts."""
+        return [
+            *part.resident,
+            *(
+                self.expert_number(layer, expert)
+                for layer, experts in enumerate(part.experts)
+                for expert in experts
+            ),
+        ]
+
+    @property
+    def held_nbytes(self) -> list[int]:
+        """What each block takes up, and behind them each routed expert."""
+        experts = self.catalog.experts
+        slots = [experts.slot_nbytes] * experts.total if experts else []
+        return [*(source.held_nbytes for source in self.sources), *slots]
 
     @property
     def few_rows(self) -> int:
@@ -377,7 +403,10 @@ def _catalog_group(
         layout = experts.formats[sparse][0].layout
         flops = 2 * moe.top_k * 3 * moe.inner * config.hidden_size
         hidden = config.hidden_size
-        return Group(description.name, "experts", description.layer, layout, 1, hidden, (), flops)
+        units = expert_units(moe.num_experts)
+        return Group(
+            description.name, "experts", description.layer, layout, units, hidden, (), flops
+        )
     parts = description.parts
     rows = sum(part.rows for part in parts)
     output_rows = parts[0].rows if description.kind == "gate_up" else rows

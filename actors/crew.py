@@ -6,7 +6,7 @@ going again when one has failed. Decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -71,6 +71,7 @@ class Moves:
     taken: list[Taken] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
     later: list[tuple[Remote, dict[int, int]]] = field(default_factory=list)  # per card
+    read: set[int] = field(default_factory=set)  # of these, on their way off the disk
     why: str | None = None  # it cannot be
     is_withdrawn: bool = False  # nobody wants it any more
 
@@ -140,11 +141,9 @@ class Crew:
     def open(self, arena: Arena, layout: ArenaLayout) -> list[Pending]:
         """Every lane maps the arena; the compute lanes may still be at it when this returns."""
         self._arena, self._layout = arena, layout
-        sources = self._blueprint.sources
-        self.homes = Homes(layout.weights, layout.weights_nbytes, sources)
-        self.card_homes = [
-            Homes(card.weights, card.weights_nbytes, sources) for card in layout.cards
-        ]
+        sizes = self._blueprint.held_nbytes
+        self.homes = Homes(layout.weights, layout.weights_nbytes, sizes)
+        self.card_homes = [Homes(card.weights, card.weights_nbytes, sizes) for card in layout.cards]
         self._copies: set[int] = set(layout.expanded)  # blocks whose expanded copy is there
         return self._open_lanes()
 
@@ -197,6 +196,7 @@ class Crew:
             each.result()
         if self._blueprint.experts is not None:
             self.disk_lane.call("keep_experts", self._heat, self._settings.expert_policy).result()
+            self._leave_to_cards(self.placement)
         # What an older placement alone had in memory is gone, and no step will run under it.
         now = self.placement.placement_id
         self._published = {key: each for key, each in self._published.items() if key >= now}
@@ -229,7 +229,7 @@ class Crew:
         for lane in self.cpus:
             calls.append((lane, (self._of_lane(programs, lane), homes, copies)))
         for lane, part, there in zip(self.cards, placement.cards, self.card_homes, strict=True):
-            held = {block: there.offsets[block] for block in part.resident}
+            held = {each: there.offsets[each] for each in self._blueprint.on_card(part)}
             calls.append((lane, (self._of_lane(programs, lane), held)))
         for lane in self.links:
             calls.append((lane, (programs, homes)))
@@ -296,6 +296,15 @@ class Crew:
         )
         homes = self.homes_of(placement)
         self.disk_lane.call("adopt", sweep, homes, placement.placement_id).result()
+        self._leave_to_cards(placement)
+
+    def _leave_to_cards(self, placement: Placement) -> None:
+        """Tell the disk lane which experts need no slot in RAM."""
+        if placement.cards and self._blueprint.experts is not None:
+            first = len(self._blueprint.sources)
+            numbers = (n for part in placement.cards for n in self._blueprint.on_card(part))
+            keys = sorted(number - first for number in numbers if number >= first)
+            self.disk_lane.call("leave_to_cards", keys).result()
 
     def begin_step(self, phase: Phase) -> list[int]:
         """Blocks brought to each card before the next step.
@@ -350,15 +359,17 @@ class Crew:
         """
         self._heat = heat
         homes = self.homes.take(index for index, kept in enumerate(placement.resident) if kept)
+        sizes = self._blueprint.held_nbytes
         total = sum(self._blueprint.sources[block].nbytes for block in homes)
         jobs: list[tuple[str, tuple[object, ...]]] = [("load", (homes,))]
         for part, there in zip(placement.cards, self.card_homes, strict=True):
-            held = there.take(part.resident)
-            total += sum(self._blueprint.sources[block].nbytes for block in held)
+            held = there.take(self._blueprint.on_card(part))
+            total += sum(sizes[number] for number in held)
             jobs.append(("load", (held,)))
         if self._blueprint.experts is not None:
             policy = self._settings.expert_policy
             self.disk_lane.call("keep_experts", heat, policy).result()
+            self._leave_to_cards(placement)
             jobs.append(("load_experts", ()))
             total += placement.expert_slots * self._blueprint.experts.catalog.nbytes
         for method, arguments in jobs:
@@ -420,9 +431,10 @@ class Crew:
         if not taken and not self.homes.offsets.keys() >= set(new):
             moves.why = "no room to move blocks before old copies are dropped"
         for part, there in zip(placement.cards, self.card_homes, strict=True):
-            held = there.take(part.resident)
+            wanted = self._blueprint.on_card(part)
+            held = there.take(wanted)
             moves.taken.append(Taken(there, held))
-            if not held and not there.offsets.keys() >= set(part.resident):
+            if not held and not there.offsets.keys() >= set(wanted):
                 moves.why = f"no room on {part.lane} before old copies are dropped"
         if moves.why is not None:
             self._undo(moves)
@@ -433,6 +445,7 @@ class Crew:
         for link, each in zip(self.links, moves.taken[1:], strict=True):
             if each.offsets:
                 moves.later.append((link, each.offsets))
+                self._read_for_cards(moves, each.offsets)
         return moves
 
     def go_on_moving(self, moves: Moves) -> bool:
@@ -467,16 +480,32 @@ class Crew:
                 self._arriving.remove(moves.placement)
         return True
 
+    def _read_for_cards(self, moves: Moves, offsets: Mapping[int, int]) -> bool:
+        """Begin to read what cards want and RAM has at no home of its own. Whether there is any.
+
+        NOTE: slots of experts are no homes: what is there may have to go at any moment.
+        """
+        read = {
+            number: at
+            for number, at in offsets.items()
+            if number not in self.homes.offsets and number not in moves.read
+        }
+        if read:
+            moves.read.update(read)
+            moves.pending.append(self.disk_lane.call("load", read))
+        return bool(read)
+
     def _move_to_cards(self, moves: Moves) -> None:
         """Out of RAM where a block is there; else off the disk, and then the time of its copy."""
+        wanted = {number: at for _, offsets in moves.later for number, at in offsets.items()}
+        if self._read_for_cards(moves, wanted):
+            return  # homes have been dropped meanwhile
         for link, offsets in moves.later:
-            at_home = {b: self.homes.offsets[b] for b in offsets if b in self.homes.offsets}
-            read = {block: at for block, at in offsets.items() if block not in at_home}
-            if read:
-                self.disk_lane.call("load", read).result()
-            moves.pending.append(
-                link.call("move", [(b, at_home.get(b, at), at) for b, at in offsets.items()])
-            )
+            copies = [
+                (number, at if number in moves.read else self.homes.offsets[number], at)
+                for number, at in offsets.items()
+            ]
+            moves.pending.append(link.call("move", copies))
         moves.later = []
 
     def _misfit(self, placement: Placement) -> str | None:
@@ -484,6 +513,11 @@ class Crew:
             return (
                 f"the ring has {self._layout.num_slots} slots, laid out at the start; "
                 f"{placement.num_slots} are wanted"
+            )
+        if placement.expert_slots != self._layout.num_expert_slots:
+            return (
+                f"RAM has {self._layout.num_expert_slots} slots for experts, laid out at the "
+                f"start; {placement.expert_slots} are wanted"
             )
         for part, there in zip(placement.cards, self._layout.cards, strict=True):
             brings = part.decode_sweep or part.prefill_sweep
@@ -518,7 +552,7 @@ class Crew:
             [b for b in self.homes.offsets if not any(each.resident[b] for each in kept)],
         )
         for card, there in enumerate(self.card_homes):
-            held = {block for each in kept for block in each.cards[card].resident}
+            held = {n for each in kept for n in self._blueprint.on_card(each.cards[card])}
             self._drop(there, [block for block in there.offsets if block not in held])
 
     def _drop_copies(self, blocks: Iterable[int]) -> None:

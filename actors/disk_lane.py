@@ -192,12 +192,14 @@ class DiskLane:
     def load(self, homes: Mapping[int, int]) -> None:
         """Read blocks to their homes (arena offset of the enclosing range), `depth` at a time.
 
+        Numbers behind those of all blocks are of routed experts, which lie there as in a slot.
         They count as resident once a placement that keeps them is adopted. Raises OSError, or
         ValueError if a file ends early.
         """
 
         def load_block(block: int, home: int, lock: threading.Lock) -> None:
-            nbytes = self._read(self._blueprint.sources[block], home, 0, block)
+            extents = self._extents_of(block)
+            nbytes = sum(self._read_extent(each, home + at, 0, block) for each, at in extents)
             with lock:
                 self._statistics[LOAD_NBYTES] += nbytes
 
@@ -228,6 +230,11 @@ class DiskLane:
                 self._statistics[LOAD_NBYTES] += nbytes
 
         self._load_all([partial(load_expert, *each) for each in all_extents(experts.first_reads())])
+
+    def leave_to_cards(self, keys: Sequence[int]) -> None:
+        """These experts of a mixture live on cards from now on: they need no slot in RAM."""
+        assert self._experts is not None, "a dense model has no experts"
+        self._experts.leave_to_cards(keys)
 
     def expert_heat(self) -> Heat:
         """What this run has chosen of a mixture's experts."""
@@ -477,8 +484,16 @@ class DiskLane:
     # -- files
 
     def _key(self, block: int) -> tuple[str, int]:
-        source = self._blueprint.sources[block]
-        return source.path, source.offset
+        first, _ = self._extents_of(block)[0]
+        return first.path, first.offset
+
+    def _extents_of(self, number: int) -> list[tuple[FileRange | Piece, int]]:
+        """What is read for a block, or behind all blocks an expert, and where in its home."""
+        key = number - len(self._blueprint.sources)
+        if key < 0:
+            return [(self._blueprint.sources[number], 0)]
+        assert self._blueprint.experts is not None, "only mixtures have experts"
+        return [(each, each.home) for each in self._blueprint.experts.sources[key].extents]
 
     def _check_unchanged(self, path: str) -> None:
         """Raise ModelError if a file is no longer the one that was opened."""
@@ -496,8 +511,8 @@ class DiskLane:
         with self._lock:
             self._statistics[EXPERT_NBYTES] += nbytes
 
-    def _read_extent(self, extent: Extent, home: int, step: int, number: int) -> int:
-        """Part of an expert, to the arena offset `home`: as it lies, or through a buffer."""
+    def _read_extent(self, extent: FileRange | Piece, home: int, step: int, number: int) -> int:
+        """A block, or part of an expert, to an arena offset: as it lies, or through a buffer."""
         if not isinstance(extent, Piece):
             return self._read(extent, home, step, number)
         buffer = at = self._buffers.get()

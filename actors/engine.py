@@ -47,7 +47,7 @@ from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.hardware import Conditions
 from shadowlane.planner.heat import Heat, informed
-from shadowlane.planner.hit_rate import curve_of, hit_rate, with_measured
+from shadowlane.planner.hit_rate import curve_of, hit_rate_beside, with_measured
 from shadowlane.planner.hybrid import ACTIVATION_NBYTES
 from shadowlane.planner.measured import HITS_STEPS
 from shadowlane.planner.placement import Placement
@@ -151,7 +151,7 @@ class Engine:
         first = self._first_placement(profile)
         emulated = self.settings.emulated
         self.layout = plan_layout(self.blueprint, first, is_emulated=emulated is not None)
-        touched = sum(card.weights_nbytes + card.slots_nbytes for card in first.cards)
+        touched = sum(card.total_nbytes - card.kv_nbytes for card in first.cards)
         check_room(self.layout.budget_start + first.total_nbytes + touched)
         arena = self.arena = Arena.create(self.layout.nbytes, str(self.files.root))
         experts = self.blueprint.catalog.experts
@@ -538,16 +538,19 @@ class Engine:
         """What lanes and experts have done since the start."""
         experts = self.blueprint.catalog.experts
         multiplied, used = list(self._multiplied), self.gauges.expert_use()
-        if experts is not None:  # one lane computes all of them
+        if experts is not None:  # one lane computes all that are on no card
             first = next(
-                share.lane
+                shares[-1].lane
                 for name, shares in self.placement.shares.items()
                 if name.endswith(".experts")
-                for share in shares
             )
             multiplied[self.placement.number_of(first)] += (
                 used.chosen + self._prompt_experts
             ) * experts.nbytes
+            held = self.placement.experts_on_cards
+            for part in self.placement.cards:  # hit alike, as they hold hot ones and cold alike
+                share = used.on_cards * part.num_experts // held if held else 0
+                multiplied[self.placement.number_of(part.lane)] += share * experts.nbytes
         use = used._replace(read_nbytes=self._experts_read)  # of prompts not
         return LaneUse(self.gauges.lane_use(multiplied), use)
 
@@ -571,8 +574,14 @@ class Engine:
         return {
             "slots": self.placement.expert_slots,
             "of": experts.total,
+            "on_cards": self.placement.experts_on_cards,
+            "card_rate": use.on_cards / (use.on_cards + use.chosen)
+            if use.on_cards + use.chosen
+            else None,
             "hit_rate": use.resident / use.chosen if use.chosen else None,
-            "expected_hit_rate": hit_rate(known, self.placement.expert_slots),
+            "expected_hit_rate": hit_rate_beside(
+                known, self.placement.expert_slots, self.placement.experts_on_cards
+            ),
             "expected_from": curve_of(known).source,
             "early_hit_rate": use.early / use.chosen if use.chosen else None,
             "read_nbytes_per_token": use.read_nbytes // tokens if tokens > 0 else None,
@@ -582,7 +591,9 @@ class Engine:
     def catalog_now(self) -> Catalog:
         """The catalog, with the hits of this run where it has had some."""
         experts = self.catalog.experts
-        if experts is None or self.placement.expert_slots == experts.total:
+        if experts is None or self.placement.cards:
+            return self.catalog
+        if self.placement.expert_slots == experts.total:
             return self.catalog
         use = self.gauges.expert_use()
         tokens = use.chosen // (experts.num_layers * experts.top_k)
@@ -592,7 +603,9 @@ class Engine:
     def expert_heat(self) -> Heat | None:
         """What this run has chosen; None where it has not been watched."""
         experts = self.blueprint.catalog.experts
-        if experts is None or self.arena is None or self.placement.expert_slots == experts.total:
+        if experts is None or self.arena is None:
+            return None
+        if self.placement.expert_slots == experts.total and not self.placement.cards:
             return None
         try:
             heat: Heat = self.crew.disk_lane.call("expert_heat").result(HEAT_S)
@@ -644,4 +657,5 @@ def _retired(
         experts_chosen=experts.chosen,
         experts_resident=experts.resident,
         experts_read_nbytes=experts.read_nbytes,
+        experts_on_cards=experts.on_cards,
     )

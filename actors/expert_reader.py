@@ -122,6 +122,7 @@ class ExpertReader:
         self._never_looks = not self._look.is_on
         self._numbers[t.LOOKS_AHEAD] = int(self._look.is_on)
         self._numbers[t.STARVED] = 0  # who slept there is gone
+        self._is_elsewhere = np.zeros(len(self._sources), np.bool_)  # on cards
         self._seen = int(self._numbers[0])  # the newest route that the cache knows of
         self._lock = threading.Lock()  # of the cache
         self._board = self._make_board(files, statistics, statistics_at, spans)
@@ -129,8 +130,11 @@ class ExpertReader:
 
     @property
     def holds_all(self) -> bool:
-        """Whether every expert has a slot, so that nothing is ever missing."""
-        return self._num_slots == len(self._sources)
+        """Whether every expert has a slot, so that nothing is ever missing.
+
+        Beside cards it is not so: what leaves a card may have to be read.
+        """
+        return self._num_slots == len(self._sources) and not self._layout.cards
 
     def _make_board(
         self,
@@ -197,11 +201,18 @@ class ExpertReader:
         with self._lock:
             return self._cache.heat(self._model)
 
+    def leave_to_cards(self, keys: Sequence[int]) -> None:
+        """From now on these live on cards: what RAM has of them goes first."""
+        is_elsewhere = np.zeros(len(self._sources), np.bool_)
+        is_elsewhere[list(keys)] = True
+        self._is_elsewhere = is_elsewhere
+
     # -- the start
 
     def first_reads(self) -> Iterator[tuple[int, ExpertSource, int]]:
         """(key, source, arena offset) of what fills the free slots at the start."""
-        wanted = [int(key) for key in self._cache.wanted() if not self._words[key] & SLOT_MASK]
+        order = self._cache.wanted(self._is_elsewhere)
+        wanted = [int(key) for key in order if not self._words[key] & SLOT_MASK]
         for key, slot in zip(wanted, self._free_slots(), strict=False):
             yield key, self._sources[key], self._home(slot)
 
@@ -262,7 +273,7 @@ class ExpertReader:
     def _learn(self) -> list[tuple[int, np.ndarray, bool]]:
         """Tell the cache of all routes since the last look; some may have been overwritten.
 
-        Returns (layer, experts, of a decode step?) of each.
+        Returns (layer, experts that are not on cards, of a decode step?) of each.
         """
         newest, learnt = int(self._numbers[0]), []
         for number in range(max(self._seen, newest - t.ROUTE_RING) + 1, newest + 1):
@@ -280,7 +291,8 @@ class ExpertReader:
         with self._lock:
             for layer, chosen, _ in learnt:
                 self._cache.touch(layer, chosen)
-        return learnt
+        here = ~self._is_elsewhere.reshape(self._shape)
+        return [(layer, ids[here[layer, ids]], is_decode) for layer, ids, is_decode in learnt]
 
     def _prepare_victims(self) -> None:
         """Lists of what goes next, as of the slots that there are now."""
@@ -289,7 +301,8 @@ class ExpertReader:
         boards.look_at_slots(self._base, self._geometry, self._board, words, is_held)
         with self._lock:
             self._cache.hold(is_held)
-            keys, lists = self._cache.victims(NUM_VICTIMS, words & SLOT_MASK != 0)
+            may_go = words & SLOT_MASK != 0
+            keys, lists = self._cache.victims(NUM_VICTIMS, may_go, self._is_elsewhere)
         boards.set_victims(self._board, keys, words, lists)
 
     def _judge_guesses(self) -> None:

@@ -115,6 +115,7 @@ class Gauges:
             early=early,
             chosen=sum(int(route[t.ALL_CHOSEN]) for route in self._routes),
             read_nbytes=int(self._disk[disk.EXPERT_NBYTES]),
+            on_cards=sum(int(route[t.ALL_ON_CARDS]) for route in self._routes),
         )
 
     def newest_use(self) -> tuple[int, int]:

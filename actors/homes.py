@@ -1,18 +1,17 @@
-"""Where resident blocks live in the arena: a first-fit allocator of whole pages."""
+"""Where what stays lives in the arena: a first-fit allocator of whole pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shadowlane.actors.blueprint import BlockSource
-
 
 class Homes:
-    """Block -> arena offset of its enclosing range. Space is free until it is taken, and again
-    after the last placement that needs it is gone."""
+    """Block, or routed expert, -> arena offset of its enclosing range. Space is free until it is
+    taken, and again after the last placement that needs it is gone."""
 
-    def __init__(self, start: int, nbytes: int, sources: Sequence[BlockSource]) -> None:
-        self._sources = sources
+    def __init__(self, start: int, nbytes: int, sizes: Sequence[int]) -> None:
+        """sizes: bytes that each takes up, by its number."""
+        self._sizes = sizes
         self._free = [(start, start + nbytes)] if nbytes else []  # by rising start, never touching
         self.offsets: dict[int, int] = {}
 
@@ -21,7 +20,7 @@ class Homes:
         new = [block for block in blocks if block not in self.offsets]
         taken: dict[int, int] = {}
         for block in new:
-            need = self._sources[block].held_nbytes
+            need = self._sizes[block]
             for index, (start, end) in enumerate(self._free):
                 if end - start >= need:
                     taken[block] = start
@@ -32,7 +31,7 @@ class Homes:
                     break
             else:
                 for undone, offset in taken.items():
-                    self._give_back(offset, self._sources[undone].held_nbytes)
+                    self._give_back(offset, self._sizes[undone])
                 return {}
         self.offsets.update(taken)
         return taken
@@ -42,7 +41,7 @@ class Homes:
         dropped = []
         for block in blocks:
             offset = self.offsets.pop(block)
-            nbytes = self._sources[block].held_nbytes
+            nbytes = self._sizes[block]
             self._give_back(offset, nbytes)
             dropped.append((offset, nbytes))
         return dropped

@@ -87,6 +87,7 @@ def make_geometry(
         **brings,
         t.EMULATION: layout.laws[lane] if is_emulated else -1,
         t.EMULATED_LOADS: layout.loads,
+        t.THIS_CARD: -1 if card is None else card,
         t.ABORT: layout.abort,
         t.COUNTERS: layout.counters,
         t.LANE: lane,
@@ -155,6 +156,7 @@ def expert_geometry(blueprint: Blueprint, layout: ArenaLayout) -> np.ndarray:
     """The fields of a geometry that tell of experts, all others 0: for the disk lane."""
     geometry = np.zeros(t.GEOMETRY_FIELDS, np.int64)
     geometry[t.ABORT], geometry[t.COUNTERS] = layout.abort, layout.counters
+    geometry[t.THIS_CARD] = -1
     for field, value in _expert_fields(blueprint, layout).items():
         geometry[field] = value
     return geometry
@@ -222,7 +224,7 @@ def lower(
     """The tables of one compute lane.
 
     homes: arena offset of the enclosing range of each block that is resident where this lane
-    reads, by block index.
+    reads, by block index; behind all blocks, of each expert that lives on this card.
     copies: blocks that prefill reads from their expanded copies.
     """
     config = blueprint.config
@@ -246,6 +248,7 @@ def lower(
     ).reshape(-1, t.BLOCK_COLUMNS)
     by_name = {group.name: number for number, group in enumerate(blueprint.groups)}
     items: list[tuple[int, ...]] = []
+    tables = _expert_tables(blueprint, placement, homes, items)
     instructions = np.full((len(program.instructions), t.INSTRUCTION_COLUMNS), -1, np.int64)
     for ordinal, instruction in enumerate(program.instructions):
         assert isinstance(instruction, ComputeInstruction)
@@ -257,6 +260,10 @@ def lower(
         for wait in instruction.waits:
             if wait.lane != stream.lane:
                 row[t.PEER_WAIT + placement.number_of(wait.lane)] = wait.rel
+        row[t.JOINS] = int(bool(instruction.joins))
+        for wait in instruction.joins:
+            row[t.JOIN_WAIT + placement.number_of(wait.lane)] = wait.rel
+        row[t.CARD_EXPERTS] = tables.get(int(row[t.SPARSE_LAYER]), -1)
         kind = blueprint.groups[number].kind
         if kind == "embed":
             row[t.TILE_START] = blueprint.embedding_blocks[0]
@@ -292,6 +299,36 @@ def lower(
     )
 
 
+def _expert_tables(
+    blueprint: Blueprint,
+    placement: Placement,
+    homes: Mapping[int, int],
+    items: list[tuple[int, ...]],
+) -> dict[int, int]:
+    """Append, for each sparse layer of which experts live on cards, an item for each expert.
+
+    Returns where each layer's begin.
+    """
+    experts = blueprint.catalog.experts
+    found: dict[int, int] = {}
+    if experts is None:
+        return found
+    for layer in range(experts.num_layers):
+        card_of = {
+            expert: card
+            for card, part in enumerate(placement.cards)
+            for expert in part.experts_of(layer)
+        }
+        if not card_of:
+            continue
+        found[layer] = len(items)
+        for expert in range(experts.per_layer):
+            number = blueprint.expert_number(layer, expert)
+            columns = {t.CARD: card_of.get(expert, -1), t.CARD_HOME: homes.get(number, -1)}
+            items.append(tuple(columns.get(column, -1) for column in range(t.ITEM_COLUMNS)))
+    return found
+
+
 def _weigh(
     row: np.ndarray,
     blueprint: Blueprint,
@@ -312,7 +349,7 @@ def _weigh(
         assert blueprint.experts is not None
         assert blueprint.config.moe is not None
         row[t.READS_NBYTES] = blueprint.experts.catalog.nbytes
-        row[t.FLOPS] //= blueprint.config.moe.top_k
+        row[t.FLOPS] = group.flops_per_row // blueprint.config.moe.top_k
     elif group.kind != "embed":
         first = int(row[t.ITEM_START])
         for item in items[first : first + int(row[t.ITEM_COUNT])]:

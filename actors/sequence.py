@@ -20,8 +20,9 @@ class ExpertUse(NamedTuple):
 
     resident: int  # were in RAM when they were chosen, and not for that token's sake
     early: int  # look-ahead had just brought them, for that very token
-    chosen: int  # all
+    chosen: int  # all but those that live on cards
     read_nbytes: int = 0  # while these steps ran
+    on_cards: int = 0  # live on cards, and were computed there
 
 
 def since(before: ExpertUse, after: ExpertUse) -> ExpertUse:

@@ -75,7 +75,7 @@ class TransferLane:
         span: Span | None = None,
     ) -> None:
         self.card = card
-        self._blueprint = blueprint
+        self._sizes = blueprint.held_nbytes
         self._layout = layout
         self._where = layout.cards[card]
         self._number = layout.lanes.index(self._where.lane)  # of the card's compute lane
@@ -130,7 +130,8 @@ class TransferLane:
         }
 
     def move(self, moves: Sequence[tuple[int, int, int]]) -> int:
-        """Copy blocks beside the sweep: (block, from, to), arena offsets. Returns the bytes.
+        """Copy blocks, or experts, beside the sweep: (block, from, to), arena offsets. Returns the
+        bytes.
 
         One that is in its place already (from = to) takes the time of its copy alone: the disk
         lane has written it there, where on a machine with a card it would have gone through RAM.
@@ -140,7 +141,7 @@ class TransferLane:
             if self._stopping.is_set() or counter_value(self._arena.base + self._layout.abort):
                 raise ValueError(f"h2d:{self.card}: stopped while blocks were moved")
             moved += self._copy(block, source, target, step=0)
-            self._statistics[MOVED_NBYTES] += self._blueprint.sources[block].held_nbytes
+            self._statistics[MOVED_NBYTES] += self._sizes[block]
         return moved
 
     def stop(self) -> None:
@@ -162,7 +163,7 @@ class TransferLane:
 
     def _copy(self, block: int, source: int, target: int, step: int) -> int:
         """One block; lasts as long as its link would take."""
-        nbytes = self._blueprint.sources[block].held_nbytes
+        nbytes = self._sizes[block]
         memory = self._arena.memory
         with self._link:
             started = now_ns()

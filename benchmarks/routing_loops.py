@@ -39,7 +39,7 @@ def time_bookkeeping(
             row[t.SPARSE_LAYER] = layer
             copy_bytes(logits + layer * stride, base + row[t.OUTPUT], stride)
             began = now_ns()
-            route(base, geometry, row, step, 1, 1)
+            route(base, geometry, row, items, step, 1, 1)
             chosen = now_ns()
             number = (step - 1) * layers + layer + 1
             count = count_expert_items(geometry, row, 1)

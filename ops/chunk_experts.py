@@ -3,7 +3,7 @@
 A chunk of hundreds of rows goes to nearly all experts of a layer, so each is one item, by one
 worker, and is read at most once, however long the chunk. The rows of each sub-chunk are multiplied
 for themselves, so that no bit depends on how many there are. The last items add up what the experts
-gave, row by row.
+gave, row by row: the processor's, when cards have computed those that live there.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ from shadowlane.ops.expert_walk import (
     GATE,
     UP,
     add_experts,
-    expert_address,
     expert_bias,
+    expert_home,
     finish_expert,
     half_item,
+    listed_places,
+    matrix_at,
+    wait_joined,
     wait_ready,
     whole_item,
 )
@@ -78,7 +81,10 @@ def ready_rows(
 
 @njit
 def count_chunk_items(geometry: Any, num_rows: int) -> int:
-    """Items of an EXPERTS instruction in a prefill step: experts first, then sums."""
+    """Items of an EXPERTS instruction in a prefill step: experts first, then sums, if they are
+    this lane's."""
+    if geometry[t.THIS_CARD] >= 0:
+        return geometry[t.NUM_EXPERTS]
     return geometry[t.NUM_EXPERTS] - (-num_rows // SUM_ROWS)
 
 
@@ -124,6 +130,7 @@ def multiply_chunk(
     blocks: Any,
     route: int,
     expert: int,
+    home: int,
     begin: int,
     end: int,
     num_decode: int,
@@ -131,7 +138,7 @@ def multiply_chunk(
     x: int,
     scratch: int,
 ) -> bool:
-    """An expert times the chunk's rows of its pairs at begin..end. False: torch refused.
+    """An expert at `home` times the chunk's rows of its pairs at begin..end. False: torch refused.
 
     The rows of each sub-chunk are multiplied for themselves, while the same panel is there; those
     that are few go through `multiply_few` and are left out. x: the chunk's normalised inputs in the
@@ -142,7 +149,7 @@ def multiply_chunk(
         geometry[t.EXPERT_INNER],
         geometry[t.HIDDEN],
     )
-    nbytes, top_k, layer = element_nbytes(layout), geometry[t.TOP_K], row[t.SPARSE_LAYER]
+    nbytes, top_k = element_nbytes(layout), geometry[t.TOP_K]
     pairs = route + geometry[t.ROUTE_PAIRS]
     words = scratch + geometry[t.SCRATCH_WORDS]
     tile = scratch + geometry[t.SCRATCH_TILE]
@@ -156,8 +163,8 @@ def multiply_chunk(
             x + source * hidden * nbytes, gathered + index * hidden * nbytes, hidden * nbytes
         )
     gate, up = blocks[row[t.EXPERT_BLOCKS] + GATE], blocks[row[t.EXPERT_BLOCKS] + UP]
-    gate_at = expert_address(base, geometry, layer, expert, GATE)
-    up_at = expert_address(base, geometry, layer, expert, UP)
+    gate_at = matrix_at(base, geometry, row, home, expert, GATE)
+    up_at = matrix_at(base, geometry, row, home, expert, UP)
     for first in range(0, inner, t.PANEL_ROWS):
         rows = min(t.PANEL_ROWS, inner - first)
         gate_bias = expert_bias(base, row, expert, GATE, inner, first)
@@ -197,7 +204,7 @@ def multiply_chunk(
                 inner * nbytes,
             )
     down = blocks[row[t.EXPERT_BLOCKS] + DOWN]
-    down_at = expert_address(base, geometry, layer, expert, DOWN)
+    down_at = matrix_at(base, geometry, row, home, expert, DOWN)
     outputs = base + geometry[t.EXPERT_OUTPUT_CHUNK]
     for first in range(0, hidden, t.PANEL_ROWS):
         rows = min(t.PANEL_ROWS, hidden - first)
@@ -235,6 +242,7 @@ def multiply_few(
     blocks: Any,
     route: int,
     expert: int,
+    home: int,
     begin: int,
     end: int,
     num_decode: int,
@@ -247,7 +255,7 @@ def multiply_few(
         geometry[t.EXPERT_INNER],
         geometry[t.HIDDEN],
     )
-    nbytes, top_k, layer = element_nbytes(layout), geometry[t.TOP_K], row[t.SPARSE_LAYER]
+    nbytes, top_k = element_nbytes(layout), geometry[t.TOP_K]
     pairs = route + geometry[t.ROUTE_PAIRS]
     count = end - begin
     stride = geometry[t.QUANTISED_NBYTES]
@@ -262,8 +270,8 @@ def multiply_few(
         finish_row(layout, x + source * hidden * nbytes, 0, 0, line, hidden)
         quantise_row(line, hidden, quantised + index * stride)
     gate, up = blocks[row[t.EXPERT_BLOCKS] + GATE], blocks[row[t.EXPERT_BLOCKS] + UP]
-    gate_at = expert_address(base, geometry, layer, expert, GATE)
-    up_at = expert_address(base, geometry, layer, expert, UP)
+    gate_at = matrix_at(base, geometry, row, home, expert, GATE)
+    up_at = matrix_at(base, geometry, row, home, expert, UP)
     for first in range(0, inner, t.MAX_BLOCK_ROWS):
         rows = min(t.MAX_BLOCK_ROWS, inner - first)
         place = gate_at + first * gate[t.ROW_NBYTES]
@@ -289,7 +297,7 @@ def multiply_few(
     for index in range(count):
         quantise_row(activated + index * inner * 4, inner, quantised + index * stride)
     down = blocks[row[t.EXPERT_BLOCKS] + DOWN]
-    down_at = expert_address(base, geometry, layer, expert, DOWN)
+    down_at = matrix_at(base, geometry, row, home, expert, DOWN)
     outputs = base + geometry[t.EXPERT_OUTPUT_CHUNK]
     for first in range(0, hidden, t.MAX_BLOCK_ROWS):
         rows = min(t.MAX_BLOCK_ROWS, hidden - first)
@@ -311,12 +319,14 @@ def expert_chunk_item(
     aten: Any,
     row: Any,
     blocks: Any,
+    items: Any,
     record: int,
     step: int,
     item: int,
     decode_x: int,
     chunk_x: int,
     is_void: bool,
+    statistics: int,
     scratch: int,
 ) -> tuple[int, int]:
     """One item of a prefill step: (DONE, ABORTED or REFUSED, ns waited for the disk lane).
@@ -335,6 +345,8 @@ def expert_chunk_item(
         wanted = read_i64(route + 8 * t.ROUTE_SEQUENCE)
         if wait_counter(counter, wanted, base + geometry[t.ABORT], 0, 0) != WAIT_OK:
             return ABORTED, 0
+        if row[t.JOINS] != 0 and not wait_joined(base, geometry, row, record, statistics):
+            return ABORTED, 0
         first, last = place * SUM_ROWS, min((place + 1) * SUM_ROWS, num_decode + num_prefill)
         middle = min(max(first, num_decode), last)
         outputs = base + geometry[t.EXPERT_OUTPUT]
@@ -344,7 +356,9 @@ def expert_chunk_item(
         layout = geometry[t.COMPUTE_LAYOUT]
         add_experts(base, geometry, row, layout, outputs, middle, last, skipped)
         return DONE, 0
-    if item >= read_i64(route + 8 * t.NUM_CHOSEN):
+    first, last = listed_places(geometry, row, route)
+    item += first
+    if item >= last:
         return DONE, 0
     waited = wait_ready(base, geometry, route, item)
     if waited < 0:
@@ -355,6 +369,7 @@ def expert_chunk_item(
     if is_void:
         finish_expert(base, geometry, route, row[t.SPARSE_LAYER], expert)
         return DONE, waited
+    home = expert_home(base, geometry, row, items, expert)
     middle = begin
     while middle < end:
         pair = read_i32(route + geometry[t.ROUTE_PAIRS] + 4 * middle)
@@ -364,23 +379,37 @@ def expert_chunk_item(
     if middle > begin:
         for chunk in range(row[t.EXPERT_CHUNKS]):
             half_item(
-                base, geometry, row, blocks, route, chunk, expert, begin, middle, decode_x, scratch
-            )
+                base, geometry, row, blocks, route, chunk, expert, home, begin, middle, decode_x,
+                scratch,
+            )  # fmt: skip
         for chunk in range(row[t.EXPERT_CHUNKS]):
-            whole_item(base, geometry, row, blocks, route, chunk, expert, begin, middle, scratch)
+            whole_item(
+                base, geometry, row, blocks, route, chunk, expert, home, begin, middle, scratch
+            )
     at = middle
     while at < end:
         stop = subchunk_end(geometry, route, at, end, num_decode, together)
         if goes_packed(row, blocks, stop - at):
             multiply_few(
-                base, geometry, row, blocks, route, expert, at, stop, num_decode, chunk_x, scratch
+                base,
+                geometry,
+                row,
+                blocks,
+                route,
+                expert,
+                home,
+                at,
+                stop,
+                num_decode,
+                chunk_x,
+                scratch,
             )
         at = stop
     at = middle
     while at < end:
         stop = batch_end(geometry, route, at, end, num_decode, together)
         if not multiply_chunk(
-            base, geometry, aten, row, blocks, route, expert, at, stop, num_decode, together,
+            base, geometry, aten, row, blocks, route, expert, home, at, stop, num_decode, together,
             chunk_x, scratch,
         ):  # fmt: skip
             return REFUSED, 0

@@ -463,8 +463,8 @@ def walk_chunk(
                     chunk_x = chunk_input(base, geometry, row, record, scratch)
             if kind == t.EXPERTS:
                 outcome, late = expert_chunk_item(
-                    base, geometry, aten, row, blocks, record, step, taken, decode_x, chunk_x,
-                    is_void, scratch,
+                    base, geometry, aten, row, blocks, items, record, step, taken, decode_x,
+                    chunk_x, is_void, statistics, scratch,
                 )  # fmt: skip
                 if outcome == ABORTED:
                     return WAIT_ABORTED
@@ -494,7 +494,7 @@ def walk_chunk(
             if is_last_item(base, geometry, row, record, num_items):
                 misses = False
                 if kind == t.ROUTER and load64(record + 8 * t.IS_VOID) == 0:
-                    misses = route(base, geometry, row, step, num_rows, 0)
+                    misses = route(base, geometry, row, items, step, num_rows, 0)
                 start = hold(base, geometry, row, record, start, late_ns)
                 retire(base, geometry, row, record)
                 if misses:

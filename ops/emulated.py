@@ -27,6 +27,8 @@ from shadowlane.ops.atomics import (
     write_f64,
 )
 from shadowlane.ops.compiled import njit
+from shadowlane.ops.expert_walk import listed_places
+from shadowlane.ops.routes import route_at
 
 # the law of one lane, float64
 SLOWED: Final = 0  # seconds here for one emulated second
@@ -45,6 +47,7 @@ ROW_NBYTES: Final = 12  # of a row of activations that crosses
 SMALL_NBYTES: Final = 13  # a matrix of this size reaches half of a rate
 OVERRUN_S: Final = 14  # written by the lane: what its kernels took beyond the modelled time
 BUSY_S: Final = 15  # written by the lane: inside instructions, by the clock of this machine
+ENDED_NS: Final = 16  # written by the lane: when its newest instruction of experts ended
 LAW_FIELDS: Final = 24
 LAW_NBYTES: Final = LAW_FIELDS * 8
 
@@ -139,6 +142,19 @@ def tokens_attended(base: int, geometry: Any, record: int) -> tuple[int, int]:
 
 
 @njit
+def count_experts(base: int, geometry: Any, row: Any) -> tuple[int, int]:
+    """(experts that this lane computes in a layer, rows that go to them) in this step."""
+    route = route_at(base, geometry, row[t.SPARSE_LAYER])
+    first, last = listed_places(geometry, row, route)
+    pairs = 0
+    for place in range(first, last):
+        expert = read_i32(route + geometry[t.ROUTE_ORDER] + 4 * place)
+        starts = route + geometry[t.ROUTE_STARTS] + 4 * expert
+        pairs += read_i32(starts + 4) - read_i32(starts)
+    return last - first, pairs
+
+
+@njit
 def work_s(base: int, geometry: Any, row: Any, record: int, law: int, loads: int) -> float:
     """Emulated seconds of one instruction, launches apart, without scatter."""
     rows = read_i64(record + 8 * t.NUM_DECODE) + read_i64(record + 8 * t.NUM_PREFILL)
@@ -151,24 +167,33 @@ def work_s(base: int, geometry: Any, row: Any, record: int, law: int, loads: int
         nbytes = float(row[t.READS_KV]) * read
         flops = float(row[t.FLOPS]) * attended
     elif row[t.KIND] == t.EXPERTS:
-        chosen = read_i64(
-            base + geometry[t.ROUTES] + row[t.SPARSE_LAYER] * geometry[t.ROUTE_NBYTES]
-            + 8 * t.NUM_CHOSEN
-        )  # fmt: skip
+        chosen, pairs = count_experts(base, geometry, row)
         nbytes *= chosen
-        flops *= geometry[t.TOP_K]
+        flops = float(row[t.FLOPS]) * pairs
     reading = bent_s(nbytes, memory_rate(law, loads), law_f64(law, SMALL_NBYTES))
     return max(reading, flops / law_f64(law, FLOPS_PER_S))
 
 
 @njit
-def crossing_s(base: int, row: Any, record: int, law: int) -> float:
+def crossing_s(row: Any, record: int, law: int, crossings: int) -> float:
     """Until an activation that another side has made is here."""
-    if row[t.CROSSINGS] == 0:
+    if crossings == 0:
         return 0.0
     rows = read_i64(record + 8 * t.NUM_DECODE) + read_i64(record + 8 * t.NUM_PREFILL)
     copying = rows * law_f64(law, ROW_NBYTES) / law_f64(law, CROSSING_BYTES_PER_S)
-    return row[t.CROSSINGS] * (law_f64(law, CROSSING_S) + copying)
+    return crossings * (law_f64(law, CROSSING_S) + copying)
+
+
+@njit
+def joined_ns(geometry: Any, row: Any, law: int) -> int:
+    """When the last of those ended who compute other experts of the layer; 0: nobody does."""
+    last = 0
+    if row[t.JOINS] != 0:
+        for lane in range(t.MAX_LANES):
+            if row[t.JOIN_WAIT + lane] >= 0:
+                other = law + (lane - geometry[t.LANE]) * LAW_NBYTES
+                last = max(last, int(law_f64(other, ENDED_NS)))
+    return last
 
 
 @njit
@@ -192,17 +217,26 @@ def hold(base: int, geometry: Any, row: Any, record: int, ready_ns: int, late_ns
     launches = law_f64(law, FIRST_LAUNCHES if row[t.IS_FIRST] != 0 else OTHER_LAUNCHES)
     working += launches * law_f64(law, LAUNCH_S)
     working += off_s(working, law_f64(law, TAKEN), seed, step, 1_000_003 + number)
-    crossing = crossing_s(base, row, record, law) * scatter(jitter, seed, step, 500_009 + number)
+    crossing = crossing_s(row, record, law, row[t.CROSSINGS]) * scatter(
+        jitter, seed, step, 500_009 + number
+    )
     begin_ns = ready_ns + int(crossing * slowed)
     end_ns = begin_ns + int(working * slowed)
     if late_ns > 0:
         end_ns = max(end_ns, late_ns + int(working * LAST_PART * slowed))
+    own_ns = end_ns
+    joined = joined_ns(geometry, row, law)
+    if joined > 0:  # what others gave crosses once more, and is added up
+        end_ns = max(end_ns, joined + int(crossing_s(row, record, law, 1) * slowed))
     over_ns = now_ns() - end_ns
     if over_ns > 0:
         write_f64(law + 8 * OVERRUN_S, law_f64(law, OVERRUN_S) + over_ns * 1e-9)
     else:
         sleep_until(end_ns, law, base + geometry[t.ABORT])
-    busy_ns = now_ns() - max(begin_ns, late_ns)
+    ended_ns = now_ns()
+    if row[t.KIND] == t.EXPERTS:
+        write_f64(law + 8 * ENDED_NS, float(ended_ns))
+    busy_ns = ended_ns - max(begin_ns, late_ns) - (end_ns - own_ns)
     if late_ns > 0:  # what was there could be worked on while the rest was on its way
         busy_ns = max(busy_ns, int(working * slowed))
     write_f64(law + 8 * BUSY_S, law_f64(law, BUSY_S) + busy_ns * 1e-9)

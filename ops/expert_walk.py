@@ -4,7 +4,8 @@ The items of a route stand in the order in which its experts become ready: those
 the others as they arrive. Items that no expert stands behind (rows may choose the same one) have
 nothing to do, so the number of items does not depend on the choice. Each expert writes rows of its
 own, one for each pair of row and rank; whoever finishes the instruction adds them up by rank, so a
-result does not depend on what arrived when.
+result does not depend on what arrived when. Experts that live on cards are computed there at the
+same time, by instructions of the cards' lanes; the processor's adds up when these have retired.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from shadowlane.ops.atomics import (
     rest,
     wait_counter,
     wake_bed,
+    write_i32,
     write_i64,
 )
-from shadowlane.ops.blocks import multiply_rows
+from shadowlane.ops.blocks import counter_at, multiply_rows, record_i64
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.kernels import LAYOUT_F32, rms_norm, weighted_sum
 from shadowlane.ops.packed import quantise_row
@@ -56,12 +58,49 @@ def count_expert_items(geometry: Any, row: Any, num_rows: int) -> int:
 
 
 @njit
-def expert_address(base: int, geometry: Any, layer: int, expert: int, matrix: int) -> int:
-    """Where GATE, UP or DOWN of a resident expert lies."""
-    slot = (load64(word_at(base, geometry, layer, expert)) & SLOT_MASK) - 1
-    key = layer * geometry[t.NUM_EXPERTS] + expert
-    place = read_i32(base + geometry[t.EXPERT_PLACES] + 4 * (3 * key + matrix))
-    return base + geometry[t.EXPERT_SLOTS] + slot * geometry[t.EXPERT_NBYTES] + place
+def expert_home(base: int, geometry: Any, row: Any, items: Any, expert: int) -> int:
+    """Where an expert lies: in its slot of RAM, or on the card that this lane is."""
+    if geometry[t.THIS_CARD] >= 0:
+        return base + items[row[t.CARD_EXPERTS] + expert, t.CARD_HOME]
+    slot = (load64(word_at(base, geometry, row[t.SPARSE_LAYER], expert)) & SLOT_MASK) - 1
+    return base + geometry[t.EXPERT_SLOTS] + slot * geometry[t.EXPERT_NBYTES]
+
+
+@njit
+def matrix_at(base: int, geometry: Any, row: Any, home: int, expert: int, matrix: int) -> int:
+    """Where GATE, UP or DOWN of an expert lies. home: `expert_home`."""
+    key = row[t.SPARSE_LAYER] * geometry[t.NUM_EXPERTS] + expert
+    return home + read_i32(base + geometry[t.EXPERT_PLACES] + 4 * (3 * key + matrix))
+
+
+@njit
+def listed_places(geometry: Any, row: Any, route: int) -> tuple[int, int]:
+    """Places in a route's order of what this lane computes."""
+    card = geometry[t.THIS_CARD]
+    if card < 0:
+        return 0, read_i64(route + 8 * t.NUM_CHOSEN)
+    at = route + 8 * (t.CARD_PLACES + card)
+    return read_i64(at), read_i64(at + 8)
+
+
+@njit
+def wait_joined(base: int, geometry: Any, row: Any, record: int, statistics: int) -> bool:
+    """Wait for the lanes that compute other experts of the layer. False: aborted.
+
+    What it took is added to the worker's statistics.
+    """
+    began = now_ns()
+    for lane in range(t.MAX_LANES):
+        needed = row[t.JOIN_WAIT + lane]
+        if needed < 0:
+            continue
+        wanted = record_i64(record, t.LANE_BASE + lane) + needed
+        counter = counter_at(base, geometry, lane)
+        if wait_counter(counter, wanted, base + geometry[t.ABORT], 0, 0) != WAIT_OK:
+            return False
+    waits = read_i64(statistics + 8 * t.WAIT_NS)
+    write_i64(statistics + 8 * t.WAIT_NS, waits + now_ns() - began)
+    return True
 
 
 @njit
@@ -74,7 +113,7 @@ def expert_bias(base: int, row: Any, expert: int, matrix: int, rows: int, first:
 @njit
 def wait_ready(base: int, geometry: Any, route: int, place: int) -> int:
     """Wait until the expert at `place` of a route's order has arrived: ns waited, -1 if aborted."""
-    if place < read_i64(route + 8 * t.NUM_RESIDENT):
+    if place < read_i64(route + 8 * t.NUM_RESIDENT) or geometry[t.THIS_CARD] >= 0:
         return 0
     counter = base + geometry[t.COUNTERS] + geometry[t.READY_COUNTER] * t.COUNTER_NBYTES
     wanted = read_i64(route + 8 * t.READY_BASE) + place + 1
@@ -104,6 +143,8 @@ def wait_halves(base: int, geometry: Any, halves: int, wanted: int) -> bool:
 @njit
 def finish_expert(base: int, geometry: Any, route: int, layer: int, expert: int) -> None:
     """An expert is computed for all rows: its slot may be used for another."""
+    if geometry[t.THIS_CARD] >= 0:
+        return
     word = word_at(base, geometry, layer, expert)
     older = read_i64(route + 8 * t.ROUTE_SEQUENCE) - 1
     write_i64(word, (older << t.SLOT_BITS) | (load64(word) & SLOT_MASK))
@@ -118,9 +159,9 @@ def finish_expert(base: int, geometry: Any, route: int, layer: int, expert: int)
 @njit
 def half_item(
     base: int, geometry: Any, row: Any, blocks: Any, route: int, chunk: int, expert: int,
-    begin: int, end: int, x: int, scratch: int,
+    home: int, begin: int, end: int, x: int, scratch: int,
 ) -> None:  # fmt: skip
-    """silu(gate) * up for some rows of an expert and its pairs at begin..end."""
+    """silu(gate) * up for some rows of an expert at `home` and its pairs at begin..end."""
     inner, hidden, top_k = geometry[t.EXPERT_INNER], geometry[t.HIDDEN], geometry[t.TOP_K]
     height = -(-inner // row[t.EXPERT_CHUNKS])
     first = chunk * height
@@ -129,10 +170,9 @@ def half_item(
         return
     gates = scratch + geometry[t.SCRATCH_OUTPUT]
     ups = gates + t.MAX_BLOCK_ROWS * 4
-    layer = row[t.SPARSE_LAYER]
     gate, up = blocks[row[t.EXPERT_BLOCKS] + GATE], blocks[row[t.EXPERT_BLOCKS] + UP]
-    gate_at = expert_address(base, geometry, layer, expert, GATE) + first * gate[t.ROW_NBYTES]
-    up_at = expert_address(base, geometry, layer, expert, UP) + first * up[t.ROW_NBYTES]
+    gate_at = matrix_at(base, geometry, row, home, expert, GATE) + first * gate[t.ROW_NBYTES]
+    up_at = matrix_at(base, geometry, row, home, expert, UP) + first * up[t.ROW_NBYTES]
     quantised = scratch + geometry[t.SCRATCH_QUANTISED]
     gate_bias = expert_bias(base, row, expert, GATE, inner, first)
     up_bias = expert_bias(base, row, expert, UP, inner, first)
@@ -150,9 +190,9 @@ def half_item(
 @njit
 def whole_item(
     base: int, geometry: Any, row: Any, blocks: Any, route: int, chunk: int, expert: int,
-    begin: int, end: int, scratch: int,
+    home: int, begin: int, end: int, scratch: int,
 ) -> None:  # fmt: skip
-    """down for some output rows of an expert and its pairs at begin..end."""
+    """down for some output rows of an expert at `home` and its pairs at begin..end."""
     inner, hidden = geometry[t.EXPERT_INNER], geometry[t.HIDDEN]
     height = -(-hidden // row[t.EXPERT_CHUNKS])
     first = chunk * height
@@ -160,7 +200,7 @@ def whole_item(
     if num_rows <= 0:
         return
     down = blocks[row[t.EXPERT_BLOCKS] + DOWN]
-    down_at = expert_address(base, geometry, row[t.SPARSE_LAYER], expert, DOWN)
+    down_at = matrix_at(base, geometry, row, home, expert, DOWN)
     down_at += first * down[t.ROW_NBYTES]
     quantised = scratch + geometry[t.SCRATCH_SPARE]
     bias = expert_bias(base, row, expert, DOWN, hidden, first)
@@ -203,7 +243,13 @@ def look_ahead(
     layer = router[t.SPARSE_LAYER]
     route = route_at(base, geometry, layer)
     weights = logits + 4 * geometry[t.ROUTER_STRIDE]
-    choose(logits, experts, top_k, 1, route + geometry[t.ROUTE_GUESSES], weights)
+    guesses = route + geometry[t.ROUTE_GUESSES]
+    choose(logits, experts, top_k, 1, guesses, weights)
+    if router[t.CARD_EXPERTS] >= 0:
+        for rank in range(top_k):
+            expert = read_i32(guesses + 4 * rank)
+            if items[router[t.CARD_EXPERTS] + expert, t.CARD] >= 0:
+                write_i32(guesses + 4 * rank, np.int32(-1))  # nothing to be read
     number = read_i64(route_at(base, geometry, row[t.SPARSE_LAYER]) + 8 * t.ROUTE_SEQUENCE)
     write_i64(route + 8 * t.GUESS_FOR, number + 1)
     write_i64(base + geometry[t.ROUTE_NUMBER] + 8 * t.NEWEST_GUESS, layer + 1)
@@ -238,8 +284,11 @@ def expert_item(
     layer = row[t.SPARSE_LAYER]
     route = route_at(base, geometry, layer)
     chunks = row[t.EXPERT_CHUNKS]
-    resident = read_i64(route + 8 * t.NUM_RESIDENT)
-    if item < resident * 2 * chunks:  # of all that are in RAM first gate and up, then down
+    first, last = listed_places(geometry, row, route)
+    resident = last - first
+    if geometry[t.THIS_CARD] < 0:
+        resident = read_i64(route + 8 * t.NUM_RESIDENT)
+    if item < resident * 2 * chunks:  # of all that are here first gate and up, then down
         is_down = item >= resident * chunks
         item -= resident * chunks if is_down else 0
         place, chunk = item // chunks, item % chunks
@@ -247,7 +296,8 @@ def expert_item(
         place, chunk = item // (2 * chunks), item % (2 * chunks)
         is_down = chunk >= chunks
         chunk -= chunks if is_down else 0
-    if place >= read_i64(route + 8 * t.NUM_CHOSEN):
+    place += first
+    if place >= last:
         return 0
     waited = wait_ready(base, geometry, route, place)
     if waited < 0:
@@ -256,13 +306,14 @@ def expert_item(
     halves = route + geometry[t.ROUTE_HALVES] + 4 * place
     starts = route + geometry[t.ROUTE_STARTS] + 4 * expert
     begin, end = read_i32(starts), read_i32(starts + 4)
+    home = expert_home(base, geometry, row, items, expert)
     if not is_down:
-        half_item(base, geometry, row, blocks, route, chunk, expert, begin, end, x, scratch)
+        half_item(base, geometry, row, blocks, route, chunk, expert, home, begin, end, x, scratch)
         add32(halves, np.int32(1))
         return waited
     if not wait_halves(base, geometry, halves, chunks):
         return -1
-    whole_item(base, geometry, row, blocks, route, chunk, expert, begin, end, scratch)
+    whole_item(base, geometry, row, blocks, route, chunk, expert, home, begin, end, scratch)
     if add32(route + geometry[t.ROUTE_WHOLES] + 4 * place, np.int32(1)) + 1 == chunks:
         finish_expert(base, geometry, route, layer, expert)
     return waited

@@ -165,6 +165,8 @@ def judge_guess(base: int, geometry: Any, board: Any, layer: int, number: int) -
     for place in range(board.guess_ids.shape[1]):
         expert = board.guess_ids[layer, place]
         slot = board.guess_slots[layer, place]
+        if expert < 0:  # it lives on a card
+            continue
         is_right = is_about_it and is_chosen(starts, expert)
         if is_about_it:
             state[NAMED] += 1 if is_right else 0
@@ -185,8 +187,7 @@ def judge_guess(base: int, geometry: Any, board: Any, layer: int, number: int) -
             if is_about_it:
                 state[WITHDRAWN] += 1
     if is_about_it:
-        for expert in range(geometry[t.NUM_EXPERTS]):
-            state[CHOSEN] += 1 if is_chosen(starts, expert) else 0
+        state[CHOSEN] += read_i64(route_at(base, geometry, layer) + 8 * t.NUM_CHOSEN)
 
 
 @njit
@@ -226,6 +227,8 @@ def guess(base: int, geometry: Any, board: Any) -> None:
         board.guess_ids[layer, place] = read_i32(route + geometry[t.ROUTE_GUESSES] + 4 * place)
         board.guess_slots[layer, place] = -1
     for place in range(top_k):
+        if board.guess_ids[layer, place] < 0:
+            continue
         key = layer * experts + board.guess_ids[layer, place]
         if board.flights[key] != 0 or load64(word_at(base, geometry, 0, key)) & SLOT_MASK != 0:
             continue

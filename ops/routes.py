@@ -1,11 +1,12 @@
 """Which experts a layer's rows go to, and which of these are in RAM: the choice itself.
 
 Whoever finishes a layer's router logits runs `route`, once, before any expert of the layer is
-computed. Two processes share the residency of experts without a lock. Each expert has a word: its
-slot, and the number of the route that used it last. `route` marks those it has chosen with its own
-number, by compare-and-swap; the disk lane empties, by compare-and-swap too, only words whose mark
-is older than the newest route. So nothing is evicted between being chosen and being computed, and
-where both want the same word one of them sees that and turns to another.
+computed. What lives on cards, as the placement says, is listed for each of them. Of the others, two
+processes share the residency without a lock. Each expert has a word: its slot, and the number of
+the route that used it last. `route` marks those it has chosen with its own number, by
+compare-and-swap; the disk lane empties, by compare-and-swap too, only words whose mark is older
+than the newest route. So nothing is evicted between being chosen and being computed, and where both
+want the same word one of them sees that and turns to another.
 """
 
 from __future__ import annotations
@@ -119,7 +120,34 @@ def mark_used(word: int, number: int) -> bool:
 
 
 @njit
-def route(base: int, geometry: Any, row: Any, step: int, num_rows: int, is_decode: int) -> bool:
+def share_out(
+    base: int, geometry: Any, row: Any, items: Any, here: int, chosen: int, is_decode: int
+) -> int:
+    """List what each card computes, behind the `chosen` experts that the processor does.
+
+    Returns how many experts the list has then.
+    """
+    starts, order = here + geometry[t.ROUTE_STARTS], here + geometry[t.ROUTE_ORDER]
+    place = chosen
+    for card in range(t.MAX_CARDS):
+        write_i64(here + 8 * (t.CARD_PLACES + card), place)
+        for expert in range(geometry[t.NUM_EXPERTS]):
+            if items[row[t.CARD_EXPERTS] + expert, t.CARD] != card:
+                continue
+            if read_i32(starts + 4 * expert + 4) != read_i32(starts + 4 * expert):
+                write_i32(order + 4 * place, np.int32(expert))
+                place += 1
+    write_i64(here + 8 * (t.CARD_PLACES + t.MAX_CARDS), place)
+    if is_decode != 0:
+        at = here + 8 * t.ALL_ON_CARDS
+        write_i64(at, read_i64(at) + place - chosen)
+    return place
+
+
+@njit
+def route(
+    base: int, geometry: Any, row: Any, items: Any, step: int, num_rows: int, is_decode: int
+) -> bool:
     """Choose for every row, mark what is in RAM, and make the request for the rest.
 
     True: there is one. `call_disk_lane` comes when the instruction has retired: whoever wakes the
@@ -151,11 +179,14 @@ def route(base: int, geometry: Any, row: Any, step: int, num_rows: int, is_decod
     starts = here + geometry[t.ROUTE_STARTS]
     order, missing = here + geometry[t.ROUTE_ORDER], here + geometry[t.ROUTE_MISSING]
     num_resident, num_missing = 0, 0
+    cards = row[t.CARD_EXPERTS]
     # NOTE: known before any is marked: the disk lane may empty what an older route has used.
     write_i64(numbers, number)
     write_i64(numbers + 8 + 8 * (number % t.ROUTE_RING), layer)
     for expert in range(experts):
         if read_i32(starts + 4 * expert + 4) == read_i32(starts + 4 * expert):
+            continue
+        if cards >= 0 and items[cards + expert, t.CARD] >= 0:
             continue
         if mark_used(word_at(base, geometry, layer, expert), number):
             write_i32(order + 4 * num_resident, np.int32(expert))
@@ -163,13 +194,16 @@ def route(base: int, geometry: Any, row: Any, step: int, num_rows: int, is_decod
         else:
             write_i32(missing + 4 * num_missing, np.int32(expert))
             num_missing += 1
-    for place in range(num_resident + num_missing):
+    chosen = num_resident + num_missing
+    num_listed = chosen
+    if cards >= 0:
+        num_listed = share_out(base, geometry, row, items, here, chosen, is_decode)
+    for place in range(num_listed):
         write_i32(here + geometry[t.ROUTE_HALVES] + 4 * place, np.int32(0))
         write_i32(here + geometry[t.ROUTE_WHOLES] + 4 * place, np.int32(0))
     counters = base + geometry[t.COUNTERS]
     ready = counters + geometry[t.READY_COUNTER] * t.COUNTER_NBYTES
     before = load32(ready)
-    chosen = num_resident + num_missing
     write_i64(here + 8 * t.ROUTE_SEQUENCE, number)
     write_i64(here + 8 * t.NUM_CHOSEN, chosen)
     write_i64(here + 8 * t.NUM_RESIDENT, num_resident)
@@ -181,6 +215,8 @@ def route(base: int, geometry: Any, row: Any, step: int, num_rows: int, is_decod
         for field, more in ((t.ALL_RESIDENT, num_resident), (t.ALL_CHOSEN, chosen)):
             write_i64(here + 8 * field, read_i64(here + 8 * field) + more)
     publish(ready, np.int32(before + num_resident))
+    if chosen == 0:  # nobody will finish the last of them
+        publish(counters + geometry[t.SUMMED_COUNTER] * t.COUNTER_NBYTES, np.int32(number))
     if num_missing > 0:
         write_i64(numbers + 8 * t.NEWEST_REQUEST, number)
     return num_missing > 0

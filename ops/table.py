@@ -79,11 +79,15 @@ SINKS: Final = 32  # ATTENTION: a logit per query head that takes part in each s
 # of a lane whose speed is emulated; see `emulated.py`
 READS_NBYTES: Final = 33  # weights that it reads; EXPERTS: of one expert
 READS_KV: Final = 34  # ATTENTION: keys and values of one token
-FLOPS: Final = 35  # of one row; ATTENTION: of one row and token attended; EXPERTS: and expert
+FLOPS: Final = 35  # of one row; ATTENTION: of one row and token attended; EXPERTS: of one of both
 CROSSINGS: Final = 36  # between processor and cards, before its input is there
 IS_FIRST: Final = 37  # 1: the lane's first instruction in its layer
-PEER_WAIT: Final = 38  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
-INSTRUCTION_COLUMNS: Final = PEER_WAIT + MAX_LANES
+# ROUTER, EXPERTS: item of the layer's expert 0 in a table of those that live on cards, see CARD;
+CARD_EXPERTS: Final = 38  # -1: none of them does
+JOINS: Final = 39  # EXPERTS: 1 where others compute some, and this lane adds up; see JOIN_WAIT
+PEER_WAIT: Final = 40  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
+JOIN_WAIT: Final = PEER_WAIT + MAX_LANES  # the same, before EXPERTS are added up
+INSTRUCTION_COLUMNS: Final = JOIN_WAIT + MAX_LANES
 
 # items[j, ...]
 BLOCK: Final = 0
@@ -92,6 +96,9 @@ ROW_IN_BLOCK: Final = 2
 NUM_ROWS: Final = 3
 FIRST_ROW: Final = 4  # of the group's output
 ITEM_COLUMNS: Final = 5
+# ... of a table of experts on cards, one item for each expert of a layer
+CARD: Final = 0  # the number of its card, -1: it lives on none
+CARD_HOME: Final = 1  # where it lies in this card's memory, as in a slot; -1: not this lane's
 
 # blocks[b, ...]
 OFFSET: Final = 0  # in the arena, of the first byte of the weights; -1: streamed
@@ -200,8 +207,9 @@ BLOCK_COLUMNS: Final = 11
     SWEEP_BASE,  # field of the step record: blocks brought before this step's sweep
     EMULATION,  # offset of this lane's law, see `emulated.py`; -1: it takes the time it takes
     EMULATED_LOADS,  # offset of what links and disk take from the DRAM port
+    THIS_CARD,  # the number of the card that this lane is, -1: a processor's
     GEOMETRY_FIELDS,
-) = range(91)
+) = range(92)
 
 # a step record begins with these int64
 STEP: Final = 0
@@ -220,7 +228,7 @@ RECORD_HEADER_FIELDS: Final = LINK_BASE + MAX_CARDS
 
 # a route begins with these int64
 ROUTE_SEQUENCE: Final = 0  # the number of this route, from 1; each choice of a layer is one
-NUM_CHOSEN: Final = 1  # different experts
+NUM_CHOSEN: Final = 1  # different experts, without those that live on cards
 NUM_RESIDENT: Final = 2  # of these, in RAM when they were chosen
 READY_BASE: Final = 3  # READY_COUNTER before the first of them was ready
 NUM_FINISHED: Final = 4  # computed for all rows
@@ -229,6 +237,10 @@ ALL_RESIDENT: Final = 6  # over all decode steps since the start: NUM_RESIDENT, 
 ALL_CHOSEN: Final = 7
 IS_DECODE: Final = 8  # 1: of a decode step
 GUESS_FOR: Final = 9  # the route, yet to come, of this layer that `guesses` are about
+ALL_ON_CARDS: Final = 10  # as ALL_CHOSEN, which does not count them
+# MAX_CARDS + 1 fields: places in `order` at which each card's begin, behind those of NUM_CHOSEN.
+# Written where any expert of the layer lives on a card; zero before that.
+CARD_PLACES: Final = 11
 ROUTE_HEADER_FIELDS: Final = 16
 ROUTE_RING: Final = 1024  # newest routes whose layers are known
 # behind ROUTE_NUMBER and its ring, int64: 1 if the engine has chosen for the rows of the next step
@@ -305,7 +317,8 @@ class RouteLayout:
         """Byte offset of each array, and "nbytes" for all of them. A *pair* is row * top_k + rank.
 
         ids, weights: [rows, top_k] by rank; pairs: sorted by expert, those of expert e from
-        starts[e] to starts[e + 1]; order: experts as they became ready; missing: those to be read;
+        starts[e] to starts[e + 1]; order: experts as they became ready, then those on each card;
+        missing: those to be read;
         halves, wholes: items done of the expert at each place in `order`; guesses: what the next
         route of this layer may choose.
         """

@@ -40,7 +40,12 @@ from shadowlane.ops.blocks import (
 )
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.emulated import hold
-from shadowlane.ops.expert_walk import add_experts, count_expert_items, expert_item
+from shadowlane.ops.expert_walk import (
+    add_experts,
+    count_expert_items,
+    expert_item,
+    wait_joined,
+)
 from shadowlane.ops.kernels import (
     LAYOUT_F32,
     rms_norm,
@@ -393,8 +398,13 @@ def walk(
             if is_last_item(base, geometry, row, record, num_items):
                 misses = False
                 if kind == t.ROUTER:
-                    misses = route(base, geometry, row, step, num_rows, 0 if same_sequence else 1)
-                elif kind == t.EXPERTS:
+                    is_decode = 0 if same_sequence else 1
+                    misses = route(base, geometry, row, items, step, num_rows, is_decode)
+                elif kind == t.EXPERTS and geometry[t.THIS_CARD] < 0:
+                    if row[t.JOINS] != 0 and not wait_joined(
+                        base, geometry, row, record, statistics
+                    ):
+                        return 1
                     outputs = base + geometry[t.EXPERT_OUTPUT]
                     add_experts(base, geometry, row, LAYOUT_F32, outputs, 0, num_rows, 0)
                 start = hold(base, geometry, row, record, start, late_ns)

@@ -4,7 +4,8 @@ Each group is cut into sections (`sections.py`). Budgets are kept exactly: what 
 large for a card goes to RAM, from the end of the model; what RAM cannot hold is left on disk, of
 all groups the same part, so that the disk reads steadily.
 
-The processor computes the embedding, routers and experts, whatever the plan says of them.
+The processor computes the embedding and routers, whatever the plan says of them, and adds up what
+experts give.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ def place_on_cards(
     *,
     placement_id: int = 0,
     budgets: Mapping[str, int] | None = None,
+    expert_slots: int | None = None,
 ) -> Placement:
     """`plan` in whole blocks, for the lanes of `request`: cpu:0, which computes alone, and cards.
 
     question: the one that `plan` answers; its machine has the cards of the lanes, in their order.
     Where `request` names no context, there is room for the question's.
     budgets: bytes of each card by its lane; None: what the question's conditions leave of them.
+    expert_slots: routed experts that RAM has room for, whatever it takes; None: as many as fit.
 
     Raises InfeasiblePlan where RAM cannot hold what it must, ValueError for lanes, budgets or pins
     that do not suit.
@@ -69,9 +72,21 @@ def place_on_cards(
     weights = sum(block.held_nbytes for block in catalog.blocks if resident[block.index])
     room -= weights + num_slots * catalog.slot_nbytes
     experts = catalog.experts
-    expert_slots = min(experts.total, room // experts.slot_nbytes) if experts else 0
-    experts_nbytes = expert_slots * experts.slot_nbytes if experts else 0
-    weights += _keep_embedding(draft, resident, room - experts_nbytes)
+    parts = draft.card_parts()
+    expert_nbytes = experts.slot_nbytes if experts else 1
+    if expert_slots is not None and expert_slots * expert_nbytes > room:
+        what = {f"{expert_slots} experts": expert_slots * expert_nbytes}
+        raise InfeasiblePlan("a running engine keeps its experts", what, max(0, room))
+    needed = experts.total - sum(part.num_experts for part in parts) if experts else 0
+    least = min(needed, room // expert_nbytes) if expert_slots is None else expert_slots
+    kept = _keep_embedding(draft, resident, room - expert_nbytes * least)
+    weights += kept
+    if experts is None:
+        expert_slots = 0
+    elif expert_slots is None:  # what is left is for experts that leave the cards one day
+        expert_slots = min(experts.total, (room - kept) // expert_nbytes)
+    experts_nbytes = expert_slots * expert_nbytes
+    in_memory = min(experts.total, expert_slots + experts.total - needed) if experts else 0
     processor = request.lanes[0].name
     shares, prefill_shares = draft.shares(processor, "decode"), draft.shares(processor, "prefill")
     placement = Placement(
@@ -92,13 +107,13 @@ def place_on_cards(
         scratch_nbytes=fixed["scratch"],
         constants_nbytes=fixed["constants"],
         read_nbytes_per_step=sum(catalog.blocks[index].held_nbytes for index in sweep)
-        + missing_nbytes(experts, expert_slots),
+        + missing_nbytes(experts, in_memory),
         predicted_step_s=0.0,
         notes=tuple(draft.notes),
         expert_slots=expert_slots,
         experts_nbytes=experts_nbytes,
         subchunks=request.subchunks or 1,
-        cards=draft.card_parts(),
+        cards=parts,
         prefill_shares=None if prefill_shares == shares else prefill_shares,
     )
     assert placement.total_nbytes <= request.ram, placement
@@ -220,7 +235,7 @@ def _off_cards_nbytes(draft: Draft) -> int:
     return sum(
         cuts.held_nbytes[own.ram] - cuts.held_nbytes[own.on_cards]
         for group, cuts, own in draft.groups()
-        if group.kind != "embed"
+        if group.blocks and group.kind != "embed"
     )
 
 

@@ -17,7 +17,7 @@ from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.context import DEFAULT_CONTEXT
 from shadowlane.planner.hand_placement import plan_by_hand
 from shadowlane.planner.hardware import Hardware
-from shadowlane.planner.hybrid import Model, Plan, Prompts, Work, assumed_hits, model_of
+from shadowlane.planner.hybrid import Model, Plan, Prompts, Work, known_hits, model_of
 from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import (
@@ -33,7 +33,7 @@ from shadowlane.planner.hybrid_shadow import (
     WorkChanged,
 )
 from shadowlane.planner.lifecycle import Placements, Record
-from shadowlane.planner.placement import Placement, Request, show_nbytes
+from shadowlane.planner.placement import InfeasiblePlan, Placement, Request, show_nbytes
 from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.stages import first_stage
 from shadowlane.planner.trial import Option, Settings
@@ -138,13 +138,16 @@ class CardPlanner:
             self.model,
             self._machine,
             self._work,
-            assumed_hits(self.model),
+            known_hits(self.catalog, self.model),
             plan=plan_of(self.catalog, placement, self.model),
             prompts=self._prompts,
         )
 
     def _exact(self, plan: Plan, question: Question) -> Placement:
-        return place_on_cards(self.catalog, plan, self.request, question)
+        """A running engine keeps its slots for experts in RAM. Raises InfeasiblePlan."""
+        active = self.active_placement
+        slots = None if active is None else active.expert_slots
+        return place_on_cards(self.catalog, plan, self.request, question, expert_slots=slots)
 
     # -- steps
 
@@ -236,7 +239,10 @@ class CardPlanner:
         active = self.active_placement
         assert active is not None, "steps retire under it"
         question = self._shadow.question
-        placement = self._exact(wanted, question)
+        try:
+            placement = self._exact(wanted, question)
+        except InfeasiblePlan:
+            placement = active
         staying = plan_of(self.catalog, active, self.model)
         staying_s = question.times(staying).step_s
         is_forced = explained is None or not question.fits(staying)
@@ -275,7 +281,7 @@ def first_over_cards(catalog: Catalog, request: Request) -> Placement:
 def question_over_cards(catalog: Catalog, request: Request) -> Question:
     """For decode, and a part of a chunk of a prompt for every token of an answer."""
     assert request.machine is not None, "cards are planned for on a machine that is described"
-    model = model_of(catalog, catalog.model)
+    model = model_of(catalog, catalog.model, is_ours=True)
     context = min(request.context or DEFAULT_CONTEXT, model.max_context)
     work = Work(
         sequences=request.max_batch,
@@ -286,7 +292,7 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
     rows = min(catalog.subchunk_rows, context)
     prompt = Work("prefill", rows=rows, context=rows, max_context=context)
     machine = within_budgets(request.machine, request)
-    hits = assumed_hits(model)
+    hits = known_hits(catalog, model)
     prompts = Prompts(prompt, PROMPT_TOKENS / rows)
     return Question(model, machine, work, hit_rate=hits, prompts=prompts)
 

@@ -30,7 +30,9 @@ class Group:
     kind: GroupKind
     layer: int | None
     layout: str  # of its largest part; "" where there are no weights
-    units: int  # shares are given in these: 16 output rows each, or one KV head of `attn`
+    # shares are given in these: 16 output rows each, or one KV head of `attn`; of `experts` one of
+    # them, those on cards first, and at last the sum of what all of them gave (`expert_units`)
+    units: int
     cols: int  # inputs of each output row; 0 where there are no weights
     blocks: tuple[int, ...]  # indices into Catalog.blocks as consumed: by rising first_unit
     flops_per_row: int  # multiply-adds times two for one activation row
@@ -53,8 +55,9 @@ class HitCurve:
 class Experts:
     """The routed experts of a mixture: which of them a token needs is known only when it comes.
 
-    Each is whole in a slot of RAM or on disk. They are no blocks of their groups, whose other parts
-    (router, shared expert) always stay in RAM, and no plan names them one by one.
+    Each is whole on a card, in a slot of RAM or on disk. They are no blocks of their groups, whose
+    other parts (router, shared expert) are in RAM or on cards as all else. A placement names those
+    that live on cards; which of the others are in RAM changes as they are chosen.
     """
 
     num_layers: int  # layers that have experts
@@ -64,10 +67,21 @@ class Experts:
     held_nbytes: int  # what reading one costs: whole 4 KiB pages, the mean
     slot_nbytes: int  # room for any one of them
     hits: HitCurve | None = None  # what is known of its use; None: nothing
+    # by layer, all experts, the most used first; empty: nothing is known, they go by number
+    ranks: tuple[tuple[int, ...], ...] = ()
 
     @property
     def total(self) -> int:
         return self.num_layers * self.per_layer
+
+    def ranked(self, layer: int) -> tuple[int, ...]:
+        """The experts of one layer, counted among those that have some, the most used first."""
+        return self.ranks[layer] if self.ranks else tuple(range(self.per_layer))
+
+
+def expert_units(per_layer: int) -> int:
+    """Units of a group of routed experts: whoever has the last adds up what all of them gave."""
+    return per_layer + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +114,11 @@ class Catalog:
             allowed = ", ".join(str(each) for each in sizes)
             raise ValueError(f"subchunks must be one of {allowed} here; got {count}")
         return replace(self, scratch_nbytes=sizes[count], chunk_scratch=())
+
+    @property
+    def sparse_groups(self) -> tuple[Group, ...]:
+        """The groups of routed experts, one for each layer that has some."""
+        return tuple(group for group in self.groups if group.kind == "experts")
 
     def group(self, name: str) -> Group:
         for group in self.groups:

@@ -15,7 +15,6 @@ from shadowlane.planner.hybrid import NOTHING, Plan, Site, stage_nbytes
 from shadowlane.planner.hybrid_layouts import PHASES, Question
 from shadowlane.planner.placement import MIN_SLOTS, CardPart, Share, show_nbytes, whole_pages
 from shadowlane.planner.profile import Phase
-from shadowlane.planner.search import UNDIVIDED
 from shadowlane.planner.sections import (
     Carry,
     Cuts,
@@ -67,8 +66,7 @@ class Draft:
         named = {load.name: site for load, site in zip(loads, plan.sites, strict=True)}
         found: list[Site] = []
         for group in self.catalog.groups:
-            # NOTE: experts on cards begin here: they would be counted by id, not cut by unit.
-            if group.kind == "embed" or group.kind in UNDIVIDED:
+            if group.kind in ("embed", "router"):
                 found.append(Site(0.0, 1.0, over=(0.0,) * count))
                 continue
             site = named[group.name]
@@ -76,7 +74,7 @@ class Draft:
                 site = Site(0.0, site.ram, over=())
             elif len(site.over) != count:
                 raise ValueError(f"{group.name} must be shared by {count} cards; got {site.over}")
-            if group.kind == "attn":
+            if group.kind in ("attn", "experts"):  # what a router chose would come too late
                 site = replace(site, brought=0.0, brought_prefill=0.0)
             found.append(site)
         return found
@@ -104,7 +102,10 @@ class Draft:
         for group, cuts, site in zip(self.catalog.groups, self.cuts, self._sites, strict=True):
             held = 0
             if site.vram > 0.0 and site.over:
-                held = carry.round(group.kind, cuts, site.vram * cuts.total, 0, cuts.last)
+                most = cuts.last
+                if group.kind == "experts":  # whose sum is the processor's
+                    most -= 1
+                held = carry.round(group.kind, cuts, site.vram * cuts.total, 0, most)
             until = until_each(site.over, [True] * len(site.over))
             ends = parted(cuts, 0, held, until) if held else [0] * len(self.cards)
             found.append(Sections(ends, cuts.last))
@@ -150,7 +151,7 @@ class Draft:
         ]
 
     def fit_cards(self) -> None:
-        """Take from the end of the model what a card has no room for."""
+        """Take from the end of the model what a card has no room for; before all else experts."""
         taken = [0] * len(self.cards)
         while True:
             slots = self._slots()
@@ -160,6 +161,9 @@ class Draft:
                 weights, kv = self.held(card)
                 index = len(self.cuts) - 1
                 while weights + whole_pages(up(kv)) > room:
+                    coldest = self._with_most_experts(card)
+                    if coldest is not None:
+                        index = coldest
                     own = self.sections[index]
                     if own.ends[card] == own.start(card):
                         index -= 1
@@ -171,6 +175,8 @@ class Draft:
                     weights, kv = weights + after - before, kv + kv_after - kv_before
                     taken[card] += before - after + up(kv_before - kv_after)
                     again = True
+                    if coldest is not None:
+                        index = len(self.cuts) - 1
             if not again:
                 break
         for lane, nbytes in zip(self.cards, taken, strict=True):
@@ -179,8 +185,30 @@ class Draft:
                     f"{show_nbytes(nbytes)} of what was planned for {lane} do not fit it"
                 )
 
+    def _with_most_experts(self, card: int) -> int | None:
+        """The group with most experts on a card, of several the last; None: it has none."""
+        counts = [
+            (own.ends[card] - own.start(card), index)
+            for index, (group, _, own) in enumerate(self.groups())
+            if group.kind == "experts"
+        ]
+        most, index = max(counts, default=(0, 0))
+        return index if most else None
+
+    def experts(self) -> list[tuple[tuple[int, ...], ...]]:
+        """The routed experts on each card, by layer; cards that share a layer are hit alike."""
+        experts = self.catalog.experts
+        if experts is None:
+            return [()] * len(self.cards)
+        layers: list[tuple[tuple[int, ...], ...]] = []
+        for group, _, own in self.groups():
+            if group.kind == "experts":
+                counts = [own.ends[card] - own.start(card) for card in range(len(self.cards))]
+                layers.append(dealt(experts.ranked(len(layers)), counts))
+        return list(zip(*layers, strict=True))
+
     def held(self, card: int) -> tuple[int, Fraction]:
-        """Bytes of weights and of keys and values on a card."""
+        """Bytes of weights, experts too, and of keys and values on a card."""
         each = [self._held_of(index, card) for index in range(len(self.cuts))]
         return sum(weights for weights, _ in each), sum((kv for _, kv in each), Fraction(0))
 
@@ -202,9 +230,12 @@ class Draft:
     def card_parts(self) -> tuple[CardPart, ...]:
         slots = self._slots()
         decode, prefill = (self._sweeps(phase) for phase in PHASES)
+        experts = self.experts()
+        expert_nbytes = self.catalog.experts.slot_nbytes if self.catalog.experts else 0
         found: list[CardPart] = []
         for card, lane in enumerate(self.cards):
             weights, kv = self.held(card)
+            experts_nbytes = sum(map(len, experts[card])) * expert_nbytes
             resident = [
                 index
                 for group, cuts, own in self.groups()
@@ -221,9 +252,11 @@ class Draft:
                     num_slots=slots[card],
                     slot_nbytes=self.catalog.slot_nbytes,
                     budget=self.budgets[card],
-                    weights_nbytes=weights,
+                    weights_nbytes=weights - experts_nbytes,
                     slots_nbytes=slots[card] * self.catalog.slot_nbytes,
                     kv_nbytes=whole_pages(up(kv)),
+                    experts=experts[card] if experts_nbytes else (),
+                    experts_nbytes=experts_nbytes,
                 )
             )
         return tuple(found)
@@ -245,6 +278,18 @@ class Draft:
                     start = end
             shares[group.name] = tuple(parts)
         return shares
+
+
+def dealt(ranked: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The first of `ranked` dealt out, so many to each card: all cards get hot ones and cold."""
+    given: list[list[int]] = [[] for _ in counts]
+    for expert in ranked[: sum(counts)]:
+        card = min(
+            (card for card, count in enumerate(counts) if len(given[card]) < count),
+            key=lambda card: (len(given[card]) + 1) / counts[card],
+        )
+        given[card].append(expert)
+    return tuple(map(tuple, given))
 
 
 def up(nbytes: Fraction) -> int:

@@ -35,6 +35,7 @@ class StepRetired:
     experts_chosen: int = 0  # of a mixture's decode step, over all layers and rows
     experts_resident: int = 0  # of these, in RAM and not for this step's sake
     experts_read_nbytes: int = 0
+    experts_on_cards: int = 0  # chosen ones that live on cards, beside `experts_chosen`
 
 
 @dataclass(frozen=True, slots=True)

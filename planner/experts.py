@@ -280,14 +280,19 @@ class ExpertCache:
                 return int(done[self._score[done].argmin()])
         return None
 
-    def victims(self, count: int, may_go: Bools) -> tuple[Keys, Keys]:
+    def victims(
+        self, count: int, may_go: Bools, is_useless: Bools | None = None
+    ) -> tuple[Keys, Keys]:
         """Up to `count` victims beforehand: (keys [lists, n], the list of each layer [layers]).
 
         Keys of a list rise by what they are worth; -1 where it has no more. may_go: [keys] of what
         is resident. Over one pool there is one list; by layers a list of each, and those that have
-        fewer slots than their part take from the layer that has most over it.
+        fewer slots than their part take from the layer that has most over it. is_useless: [keys]
+        what goes before all others; None: nothing.
         """
         pools = np.where(may_go, self._priority, np.inf)
+        if is_useless is not None:
+            pools[is_useless & may_go] = -np.inf
         if self.policy.scope == "global":
             pools, lists = pools[None], np.zeros(self.num_layers, np.intp)
         else:
@@ -343,12 +348,20 @@ class ExpertCache:
         """Keys that have a slot, rising."""
         return np.flatnonzero(self._resident)
 
-    def wanted(self) -> Keys:
+    def wanted(self, is_useless: Bools | None = None) -> Keys:
         """[slots] keys to fill the slots with at the start, most wanted first.
 
-        By remembered heat; without, as many of each layer.
+        By remembered heat; without, as many of each layer. is_useless: [keys] never wanted; where
+        there are such, slots may be left over.
         """
         expected = self._scores.expected
+        if is_useless is not None and is_useless.any():
+            expected = np.where(is_useless.reshape(expected.shape), -np.inf, expected)
+            by_heat = self._most_wanted(expected)
+            return by_heat[~is_useless[by_heat]]
+        return self._most_wanted(expected)
+
+    def _most_wanted(self, expected: Floats) -> Keys:
         by_heat = np.argsort(-expected.reshape(-1), kind="stable")
         if self.policy.scope == "global":
             return by_heat[: self.slots]

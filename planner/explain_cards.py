@@ -37,6 +37,7 @@ def card_report(catalog: Catalog, placement: Placement, request: Request) -> dic
             "cards": {
                 card.lane: {
                     "weights": card.weights_nbytes,
+                    "experts": card.experts_nbytes,
                     "slots": card.slots_nbytes,
                     "kv": card.kv_nbytes,
                     "total": card.total_nbytes,
@@ -74,7 +75,10 @@ def card_report(catalog: Catalog, placement: Placement, request: Request) -> dic
 
 def card_tiers(catalog: Catalog, placement: Placement) -> dict[str, int]:
     """Bytes of weights in RAM, on each card, and of those that are on neither."""
-    there = {f"vram:{card.lane[4:]}": _nbytes(catalog, card.resident) for card in placement.cards}
+    there = {
+        f"vram:{card.lane[4:]}": _nbytes(catalog, card.resident) + card.experts_nbytes
+        for card in placement.cards
+    }
     on_cards = {index for card in placement.cards for index in card.resident}
     on_disk = sum(
         block.held_nbytes
@@ -82,8 +86,8 @@ def card_tiers(catalog: Catalog, placement: Placement) -> dict[str, int]:
         if not placement.resident[block.index] and block.index not in on_cards
     )
     if catalog.experts is not None:
-        missing = catalog.experts.total - placement.expert_slots
-        on_disk += missing * catalog.experts.held_nbytes
+        missing = catalog.experts.total - placement.expert_slots - placement.experts_on_cards
+        on_disk += max(0, missing) * catalog.experts.held_nbytes
     ram = _nbytes(catalog, [b.index for b in catalog.blocks if placement.resident[b.index]])
     return {"ram": ram + placement.experts_nbytes, **there, "disk": on_disk}
 
@@ -103,8 +107,12 @@ def _row(catalog: Catalog, placement: Placement, group: Group) -> dict[str, Any]
         brought += _nbytes(catalog, list(set(card.decode_sweep).intersection(group.blocks)))
     if group.kind == "experts" and catalog.experts is not None:
         experts = catalog.experts
+        layer = catalog.sparse_groups.index(group)
         held = experts.per_layer * experts.held_nbytes
+        for card in placement.cards:
+            parts[card.lane] = len(card.experts_of(layer)) * experts.held_nbytes
         kept = held * placement.expert_slots // experts.total
+        kept = min(kept, held - sum(parts.values()))
     return {
         "group": group.name,
         "kind": group.kind,
@@ -123,6 +131,8 @@ def _row(catalog: Catalog, placement: Placement, group: Group) -> dict[str, Any]
 
 
 def _why(group: Group, held: int, in_ram: int, on_cards: int, brought: int) -> str:
+    if group.kind == "experts":
+        return _why_experts(held, in_ram, on_cards)
     if not group.blocks:
         return "keys and values are where they are computed" if group.kind == "attn" else "in RAM"
     found = []
@@ -135,3 +145,14 @@ def _why(group: Group, held: int, in_ram: int, on_cards: int, brought: int) -> s
     if held > in_ram + on_cards:
         found.append("the rest streams off the disk")
     return ", ".join(found) or "in RAM"
+
+
+def _why_experts(held: int, in_ram: int, on_cards: int) -> str:
+    found = ["the most used live on cards"] if 0 < on_cards < held else []
+    if on_cards >= held:
+        found.append("all live on cards")
+    if in_ram:
+        found.append("the others are computed in RAM" if found else "computed in RAM")
+    if held > in_ram + on_cards:
+        found.append("what is missing is read when it is chosen")
+    return ", ".join(found)

@@ -118,9 +118,10 @@ def remembered(heat: Heat) -> HitCurve | None:
 def informed(catalog: Catalog, heat: Heat | None) -> Catalog:
     """The same model, with what earlier runs tell of its experts' use."""
     hits = None if heat is None else remembered(heat)
-    if catalog.experts is None or hits is None:
+    if catalog.experts is None or heat is None or hits is None:
         return catalog
-    return replace(catalog, experts=replace(catalog.experts, hits=hits))
+    ranks = tuple(tuple(map(int, row)) for row in np.argsort(-heat.counts, axis=1, kind="stable"))
+    return replace(catalog, experts=replace(catalog.experts, hits=hits, ranks=ranks))
 
 
 def merged(old: Heat, new: Heat, decay: float = 0.5) -> Heat:

@@ -38,6 +38,17 @@ def hit_rate(experts: Experts, slots: int) -> float:
     return interpolate(curve.points, slots / experts.total)
 
 
+def hit_rate_beside(experts: Experts, slots: int, on_cards: int) -> float:
+    """The same of the choices that find their expert on no card, where the most used ones are."""
+    if slots + on_cards >= experts.total:
+        return 1.0
+    if not on_cards:
+        return hit_rate(experts, slots)
+    there = interpolate(curve_of(experts).points, on_cards / experts.total)
+    either = hit_rate(experts, slots + on_cards)
+    return max(0.0, (either - there) / (1.0 - there)) if there < 1.0 else 1.0
+
+
 def curve_of(experts: Experts) -> HitCurve:
     return experts.hits or assumed(experts.per_layer, experts.top_k)
 

@@ -41,6 +41,9 @@ class Load:
     window: int | None = None  # tokens that attention looks back at most, its own included
     experts: int = 0  # of this layer
     top_k: int = 0
+    # how our own lanes do it, see `model_of`
+    stays: bool = False  # the processor computes it, and no card
+    is_joined: bool = False  # the processor adds up what all sides give; nothing of it is brought
 
     def attended(self, context: int) -> int:
         """Of so many tokens, those whose keys and values attention reads, and needs to keep."""
@@ -87,8 +90,18 @@ class Model:
         return sum(self.wholes)
 
 
-def model_of(catalog: Catalog, name: str, windows: Sequence[int | None] = ()) -> Model:
-    """The groups of a catalog as loads. windows: of each layer; none given: no layer has one."""
+def model_of(
+    catalog: Catalog,
+    name: str,
+    windows: Sequence[int | None] = (),
+    *,
+    is_ours: bool = False,
+) -> Model:
+    """The groups of a catalog as loads. windows: of each layer; none given: no layer has one.
+
+    is_ours: as our own lanes run it, which have routers computed by the processor and experts added
+    up there; those come over no link, since a router chooses too late.
+    """
     attns = sum(1 for group in catalog.groups if group.kind == "attn")
     kv_nbytes = catalog.page_nbytes / catalog.page_tokens / max(1, attns)
     loads: list[Load] = []
@@ -110,6 +123,8 @@ def model_of(catalog: Catalog, name: str, windows: Sequence[int | None] = ()) ->
                 window=windows[group.layer or 0] if group.kind == "attn" and windows else None,
                 experts=experts.per_layer if experts else 0,
                 top_k=experts.top_k if experts else 0,
+                stays=is_ours and group.kind == "router",
+                is_joined=is_ours and experts is not None,
             )
         )
     cols = next(group.cols for group in catalog.groups if group.kind == "qkv")
@@ -124,6 +139,14 @@ def assumed_hits(model: Model) -> HitRate:
         return lambda part: part
     points = assumed(mixture.experts, mixture.top_k).points
     return lambda part: interpolate(points, part)
+
+
+def known_hits(catalog: Catalog, model: Model) -> HitRate:
+    """The same, from earlier runs of it where they are remembered."""
+    hits = catalog.experts.hits if catalog.experts else None
+    if hits is None:
+        return assumed_hits(model)
+    return lambda part: interpolate(hits.points, part)
 
 
 @dataclass(frozen=True, slots=True)

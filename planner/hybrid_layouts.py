@@ -153,6 +153,10 @@ def settle(
     for load, vram, over, in_decode, in_prefill in zip(
         model.loads, spread.vram, spread.over, decode, prefill, strict=True
     ):
+        if load.stays:
+            vram = 0.0
+        if load.stays or load.is_joined:
+            in_decode = in_prefill = 0.0
         kept = experts_kept if load.experts else dense_kept
         key = (vram, kept, in_decode, over, in_prefill)
         if key not in known:
@@ -212,6 +216,8 @@ def pack(
     kvs = all_kv_nbytes(model, work)
     for index in order:
         load = model.loads[index]
+        if load.stays:
+            continue
         if load.experts and by_one:
             left.append(index)
             continue
@@ -311,7 +317,8 @@ def _whole(
     """These loads on cards, all of each."""
     limit = [1.0] * len(question.model.loads)
     spread = pack(question, wanted, limit, across=across)
-    if any(spread.vram[index] < 1.0 for index in wanted):
+    loads = question.model.loads
+    if any(spread.vram[index] < 1.0 and not loads[index].stays for index in wanted):
         return None
     return _fitting(question, settle(question, name, spread))
 

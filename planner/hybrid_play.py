@@ -278,7 +278,10 @@ class _Step:
             ends = [(side, ready[side] + took) for side, took in enumerate(price.sides_s) if took]
         if not ends:
             return
-        if len(ends) == 1:
+        if load.is_joined:
+            joined_s = max([end_s + hops[side][0] for side, end_s in ends]) + price.more_s
+            self._ready = [joined_s + hop for hop in hops[0]]
+        elif len(ends) == 1:
             side, end_s = ends[0]
             self._ready = [end_s + hop for hop in hops[side]]
         else:

@@ -79,7 +79,10 @@ def _price_experts(load: Load, site: Site, work: Work, rates: Rates, hit_rate: H
     def branches(on_cards: float) -> tuple[float, ...]:
         missing = chosen - on_cards
         there, here = on_cards + missing * part_brought, missing * (1.0 - part_brought)
-        return _sides(load.nbytes, flops, there, here, site.over, rates)
+        sides_s = _sides(load.nbytes, flops, there, here, site.over, rates)
+        if load.is_joined and site.vram > 0.0:  # even where it only adds up
+            sides_s = (max(sides_s[0], rates.cpu_launch_s), *sides_s[1:])
+        return sides_s
 
     sides_s = branches(chosen * hits)
     more_s = 0.0

@@ -113,6 +113,9 @@ class CardPart:
     weights_nbytes: int
     slots_nbytes: int
     kv_nbytes: int
+    # routed experts that live there, by layer, counted among those that have some; none: empty
+    experts: tuple[tuple[int, ...], ...] = ()
+    experts_nbytes: int = 0
 
     @property
     def link(self) -> str:
@@ -122,11 +125,30 @@ class CardPart:
     @property
     def total_nbytes(self) -> int:
         """Never more than `budget`."""
-        return self.weights_nbytes + self.slots_nbytes + self.kv_nbytes
+        return self.weights_nbytes + self.slots_nbytes + self.kv_nbytes + self.experts_nbytes
+
+    def experts_of(self, layer: int) -> tuple[int, ...]:
+        return self.experts[layer] if self.experts else ()
+
+    @property
+    def num_experts(self) -> int:
+        return sum(map(len, self.experts))
 
     def stream(self, phase: Phase) -> Stream:
         sweep = self.decode_sweep if phase == "decode" else self.prefill_sweep
         return Stream(self.link, sweep, self.num_slots)
+
+
+def expert_shares(counts: Mapping[str, int], processor: str, units: int) -> tuple[Share, ...]:
+    """Who computes the routed experts of a layer: cards, by how many live there, and a processor,
+    which has the others and adds up."""
+    found: list[Share] = []
+    at = 0
+    for lane, count in counts.items():
+        if count:
+            found.append(Share(lane, at, at + count))
+            at += count
+    return (*found, Share(processor, at, units))
 
 
 def link_of(card: str) -> str:
@@ -198,6 +220,10 @@ class Placement:
     def number_of(self, lane: str) -> int:
         """The place of a compute lane among all: the number of its counter."""
         return [each.name for each in self.lanes].index(lane)
+
+    @property
+    def experts_on_cards(self) -> int:
+        return sum(card.num_experts for card in self.cards)
 
     @property
     def active_lanes(self) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from shadowlane.planner.hybrid import Model, Plan, Site
 from shadowlane.planner.hybrid_layouts import PHASES
 from shadowlane.planner.placement import MIN_SLOTS, Placement
 from shadowlane.planner.profile import Phase
-from shadowlane.planner.search import UNDIVIDED
 from shadowlane.planner.sections import Cuts, cuts_of, parted, until_each
 
 
@@ -35,10 +34,10 @@ def plan_of(catalog: Catalog, placement: Placement, model: Model) -> Plan:
         group = groups[load.name]
         if group.kind == "attn":
             sites.append(_attention(group, placement))
-        elif group.kind in UNDIVIDED:
-            experts = catalog.experts if group.kind == "experts" else None
-            kept = placement.expert_slots / experts.total if experts else 1.0
-            sites.append(Site(0.0, kept, over=_nobody(placement)))
+        elif group.kind == "experts":
+            sites.append(_experts(catalog, group, placement))
+        elif group.kind == "router":
+            sites.append(Site(0.0, 1.0, over=_nobody(placement)))
         else:
             sites.append(_weights(catalog, group, placement, card_of, brought))
     return Plan(placement.strategy, tuple(sites))
@@ -46,6 +45,18 @@ def plan_of(catalog: Catalog, placement: Placement, model: Model) -> Plan:
 
 def _nobody(placement: Placement) -> tuple[float, ...]:
     return (1.0, *(0.0 for _ in placement.cards[1:]))
+
+
+def _experts(catalog: Catalog, group: Group, placement: Placement) -> Site:
+    """RAM holds the same part of all layers' experts; those on cards need no room there."""
+    experts = catalog.experts
+    assert experts is not None, "only mixtures have routed experts"
+    layer = [each.name for each in catalog.sparse_groups].index(group.name)
+    counts = [len(part.experts_of(layer)) for part in placement.cards]
+    on_cards = sum(counts)
+    over = tuple(count / on_cards for count in counts) if on_cards else _nobody(placement)
+    vram = on_cards / experts.per_layer
+    return Site(vram, min(1.0 - vram, placement.expert_slots / experts.total), over=over)
 
 
 def _attention(group: Group, placement: Placement) -> Site:

@@ -8,7 +8,7 @@ The same programs serve decode and prefill, unless a placement over cards has sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shadowlane.planner.catalog import Catalog
@@ -35,6 +35,8 @@ class ComputeInstruction:
     first_unit: int
     last_unit: int
     waits: tuple[Wait, ...]  # peers on the previous group, then at most one for what is brought
+    # of who adds up routed experts: peers that compute others of them, before it can end
+    joins: tuple[Wait, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,7 @@ def build_programs(
             block = catalog.blocks[sweeps[brings][ordinal]]
             if block.first_unit < piece.last_unit and block.last_unit > piece.first_unit:
                 consumers[brings][ordinal][piece.lane] = len(program)
+    _join_experts(catalog, instructions)
     programs = {lane: Program(lane, tuple(each)) for lane, each in instructions.items()}
     for lane, sweep in sweeps.items():
         programs[lane] = Program(
@@ -200,3 +203,21 @@ def build_programs(
             ),
         )
     return programs
+
+
+def _join_experts(catalog: Catalog, instructions: Mapping[str, list[ComputeInstruction]]) -> None:
+    """Let who adds up the experts of a layer wait at its end for those who compute others."""
+    units = {group.name: group.units for group in catalog.sparse_groups}
+    if not units:
+        return
+    places: dict[str, dict[str, int]] = {}  # group -> lane -> place of its last instruction
+    for lane, program in instructions.items():
+        for place, each in enumerate(program):
+            if each.group in units:
+                places.setdefault(each.group, {})[lane] = place
+    for group, of_group in places.items():
+        for lane, place in of_group.items():
+            each = instructions[lane][place]
+            if each.last_unit == units[group] and len(of_group) > 1:
+                joins = [Wait(peer, at + 1) for peer, at in of_group.items() if peer != lane]
+                instructions[lane][place] = replace(each, joins=tuple(joins))

@@ -23,6 +23,7 @@ class Cuts:
     """The places at which one group may be cut, first and last included; what is before each.
 
     Attention has no weights: it may be cut at each KV head, and these count in place of bytes.
+    Routed experts have no blocks; behind the last of them is their sum, which takes up nothing.
     """
 
     units: tuple[int, ...]
@@ -54,6 +55,17 @@ def cuts_of(catalog: Catalog, group: Group) -> Cuts:
         heads = tuple(range(group.units + 1))
         nothing = (0,) * len(heads)
         return Cuts(heads, nothing, heads, nothing)
+    if group.kind == "experts":
+        experts = catalog.experts
+        assert experts is not None, "only mixtures have routed experts"
+        places = tuple(range(group.units + 1))
+        numbers = [min(place, experts.per_layer) for place in places]
+        return Cuts(
+            places,
+            (0,) * len(places),
+            tuple(number * experts.nbytes for number in numbers),
+            tuple(number * experts.slot_nbytes for number in numbers),
+        )
     units, blocks, nbytes, held = [0], [0], [0], [0]
     sizes, held_sizes, end = 0, 0, 0
     for count, index in enumerate(group.blocks):

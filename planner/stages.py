@@ -6,12 +6,12 @@ and the processor computes what is to come; nothing that a step needs is ever mi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from shadowlane.planner.catalog import Catalog, Group
-from shadowlane.planner.placement import Placement, Share, whole_pages
+from shadowlane.planner.placement import CardPart, Placement, Share, expert_shares, whole_pages
 
 
 def first_stage(catalog: Catalog, old: Placement, new: Placement) -> Placement | None:
@@ -21,14 +21,18 @@ def first_stage(catalog: Catalog, old: Placement, new: Placement) -> Placement |
     engine will refuse `new`.
     """
     late: dict[str, set[int]] = {}  # card -> blocks that have to wait for room
+    fewer: dict[str, tuple[tuple[int, ...], ...]] = {}  # card -> experts that have not to
     for before, after in zip(old.cards, new.cards, strict=True):
         both = {*before.resident, *after.resident}
         held = sum(catalog.blocks[index].held_nbytes for index in both)
+        held += _both_experts_nbytes(catalog, before, after)
         beside = max(before.slots_nbytes, after.slots_nbytes)
         beside += max(before.kv_nbytes, after.kv_nbytes)
         if held + beside > after.budget:
             late[after.lane] = set(after.resident) - set(before.resident)
-    if not any(late.values()):
+            if _experts_in_common(before, after) != after.experts:
+                fewer[after.lane] = _experts_in_common(before, after)
+    if not any(late.values()) and not fewer:
         return None
     resident = list(new.resident)
     for blocks in late.values():
@@ -38,33 +42,60 @@ def first_stage(catalog: Catalog, old: Placement, new: Placement) -> Placement |
     grown = new.total_nbytes + max(0, held - new.weights_nbytes)
     if grown > new.ram:
         return None
+    cards = tuple(
+        replace(
+            card,
+            resident=tuple(i for i in card.resident if i not in late.get(card.lane, ())),
+            experts=fewer.get(card.lane, card.experts),
+        )
+        for card in new.cards
+    )
     return replace(
         new,
         strategy=f"making room for {new.strategy}",
         resident=tuple(resident),
         weights_nbytes=max(held, new.weights_nbytes),
-        cards=tuple(
-            replace(
-                card,
-                resident=tuple(i for i in card.resident if i not in late.get(card.lane, ())),
-            )
-            for card in new.cards
-        ),
-        shares=_without(catalog, new.shares, late),
+        cards=cards,
+        shares=_without(catalog, new.shares, late, cards),
         prefill_shares=None
         if new.prefill_shares is None
-        else _without(catalog, new.prefill_shares, late),
+        else _without(catalog, new.prefill_shares, late, cards),
     )
+
+
+def _experts_in_common(one: CardPart, other: CardPart) -> tuple[tuple[int, ...], ...]:
+    """By layer, those of `other` that are in `one` too."""
+    return tuple(
+        tuple(expert for expert in experts if expert in set(one.experts_of(layer)))
+        for layer, experts in enumerate(other.experts)
+    )
+
+
+def _both_experts_nbytes(catalog: Catalog, one: CardPart, other: CardPart) -> int:
+    """Of experts that live on a card under either of two placements."""
+    if catalog.experts is None:
+        return 0
+    common = sum(map(len, _experts_in_common(one, other)))
+    return (one.num_experts + other.num_experts - common) * catalog.experts.slot_nbytes
 
 
 def _without(
     catalog: Catalog,
     shares: Mapping[str, tuple[Share, ...]],
     late: Mapping[str, set[int]],
+    cards: Sequence[CardPart],
 ) -> dict[str, tuple[Share, ...]]:
-    """The same shares, but what needs blocks that are late is computed by the processor."""
+    """The same shares, but what needs blocks that are late is computed by the processor.
+
+    cards: with the experts that are not late.
+    """
     found: dict[str, tuple[Share, ...]] = {}
     for group in catalog.groups:
+        if group.kind == "experts":
+            layer = catalog.sparse_groups.index(group)
+            counts = {card.lane: len(card.experts_of(layer)) for card in cards}
+            found[group.name] = expert_shares(counts, shares[group.name][-1].lane, group.units)
+            continue
         parts: list[Share] = []
         for share in shares[group.name]:
             for first, last, lane in _split(catalog, group, share, late.get(share.lane, set())):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shadowlane.planner.catalog import Block, Catalog, Experts, Group, GroupKind
+from shadowlane.planner.catalog import Block, Catalog, Experts, Group, GroupKind, expert_units
 from shadowlane.planner.placement import PAGE_NBYTES, whole_pages
 
 UNIT_ROWS = 16
@@ -120,7 +120,10 @@ def mixture_catalog(
             layer = group.layer
             flops = 2 * top_k * 3 * expert_inner * hidden
             groups.append(Group(f"{layer}.router", "router", layer, "bf16", 1, hidden, (), 0))
-            groups.append(Group(f"{layer}.experts", "experts", layer, "bf16", 1, hidden, (), flops))
+            units = expert_units(num_experts)
+            groups.append(
+                Group(f"{layer}.experts", "experts", layer, "bf16", units, hidden, (), flops)
+            )
         groups.append(group)
     nbytes = 3 * expert_inner * hidden * ELEMENT_NBYTES
     held = whole_pages(nbytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.placement import DISK_LANE, Placement, Stream
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import ComputeInstruction, Program, Read, Wait
@@ -68,8 +68,53 @@ def _check_cards(catalog: Catalog, placement: Placement) -> None:
                     f"{card.link} brings block {index} of {catalog.blocks[index].group}, which is "
                     "not in RAM"
                 )
+    _check_experts(catalog, placement)
     if placement.prefill_shares is not None and placement.sweep:
         raise InconsistentPrograms("prompts cannot have shares of their own beside a sweep")
+
+
+def _check_experts(catalog: Catalog, placement: Placement) -> None:
+    """Each routed expert is on one card at most, and the card has a share for it in its layer."""
+    experts = catalog.experts
+    for card in placement.cards:
+        if not card.experts:
+            continue
+        if experts is None or len(card.experts) != experts.num_layers:
+            raise InconsistentPrograms(
+                f"{card.lane} holds experts of {len(card.experts)} layers; the model has "
+                f"{experts.num_layers if experts else 0} with some"
+            )
+        held = card.num_experts * experts.slot_nbytes
+        if held > card.experts_nbytes:
+            raise InconsistentPrograms(
+                f"{card.lane}: experts of {held} bytes in room for {card.experts_nbytes}"
+            )
+    for layer, group in enumerate(catalog.sparse_groups):
+        assert experts is not None, "the model has routed experts"
+        on_cards = [each for card in placement.cards for each in card.experts_of(layer)]
+        if len(set(on_cards)) < len(on_cards) or not set(on_cards) <= set(range(experts.per_layer)):
+            raise InconsistentPrograms(
+                f"{group.name}: experts on cards must be different ones below "
+                f"{experts.per_layer}; got {sorted(on_cards)}"
+            )
+        for phase in ("decode", "prefill"):
+            _check_expert_shares(placement, phase, layer, group)
+
+
+def _check_expert_shares(placement: Placement, phase: Phase, layer: int, group: Group) -> None:
+    shares = placement.shares_of(phase)[group.name]
+    for card in placement.cards:
+        count = len(card.experts_of(layer))
+        units = [share.last_unit - share.first_unit for share in shares if share.lane == card.lane]
+        if sum(units) != count or len(units) > 1:
+            raise InconsistentPrograms(
+                f"{group.name}: {card.lane} has a share of {sum(units)} in {phase}; "
+                f"{count} experts live there"
+            )
+    if shares[-1].lane in {card.lane for card in placement.cards}:
+        raise InconsistentPrograms(
+            f"{group.name}: {shares[-1].lane} would add up what experts give; a processor does"
+        )
 
 
 def compute_instructions(program: Program) -> tuple[ComputeInstruction, ...]:
@@ -87,7 +132,11 @@ def _check_waits(programs: Mapping[str, Program], streams: Collection[str]) -> N
                 raise InconsistentPrograms(
                     f"{name}[{position}] is not for this lane: {instruction}"
                 )
-            waits = instruction.consumers if isinstance(instruction, Read) else instruction.waits
+            waits = (
+                instruction.consumers
+                if isinstance(instruction, Read)
+                else (*instruction.waits, *instruction.joins)
+            )
             for wait in waits:
                 length = len(programs[wait.lane].instructions) if wait.lane in programs else 0
                 if not 1 <= wait.rel <= length:
@@ -146,6 +195,18 @@ def _check_dependencies(
                         raise InconsistentPrograms(
                             f"{story} does not wait for {peer}, which has part of {before}"
                         )
+            group = catalog.groups[index]
+            if group.kind == "experts" and each.last_unit == group.units:
+                joined = {wait.lane: wait.rel for wait in each.joins}
+                others = {
+                    peer: done_at[peer, group.name]
+                    for peer in programs
+                    if peer != name and (peer, group.name) in done_at
+                }
+                if joined != others:
+                    raise InconsistentPrograms(
+                        f"{story} adds up experts of {sorted(others)} and waits for {each.joins}"
+                    )
             for block_index in catalog.groups[index].blocks:
                 block = catalog.blocks[block_index]
                 used = block.first_unit < each.last_unit and block.last_unit > each.first_unit
@@ -230,7 +291,7 @@ def _run_counters(
             return all(is_passed(wait, old_step) for wait in old.consumers)
         if any(retired[peer] < step * lengths[peer] for peer in compute):
             return False  # a step is filled only when all compute lanes are through the last one
-        return all(is_passed(wait, step) for wait in instruction.waits)
+        return all(is_passed(wait, step) for wait in (*instruction.waits, *instruction.joins))
 
     names = [name for name in programs if lengths[name]]
     progressed = True

@@ -159,19 +159,27 @@ _SOURCES = {
 
 
 def _expert_facts(stats: Json) -> list[tuple[str, str]]:
-    """Of a mixture: how many of the chosen experts were in RAM, and what the others cost."""
+    """Of a mixture: how many of the chosen experts were on cards and in RAM, and what the others
+    cost."""
     experts: Json | None = stats.get("experts")
     if not experts:
         return []
     rate = experts["hit_rate"]
     found = "-" if rate is None else f"{100 * rate:.1f} % of the chosen were there"
-    if rate is not None and experts["slots"] < experts["of"]:
+    cards = ""
+    if experts["on_cards"]:
+        cards = f", {experts['on_cards']} on cards"
+        if experts["card_rate"] is not None:
+            cards += f" with {100 * experts['card_rate']:.1f} % of the chosen"
+        found = "-" if rate is None else f"{100 * rate:.1f} % of the others were in RAM"
+    if rate is not None and experts["slots"] + experts["on_cards"] < experts["of"]:
         expected = f"{100 * experts['expected_hit_rate']:.0f} % expected"
         found += f" ({expected}, {_SOURCES[experts['expected_from']]})"
     if rate is not None and experts["early_hit_rate"]:
         found += f", {100 * experts['early_hit_rate']:.1f} % more were read ahead in time"
-    rows = [("experts", f"{experts['slots']} of {experts['of']} in RAM; {found}")]
-    if experts["slots"] == experts["of"]:
+    held = min(experts["slots"], experts["of"] - experts["on_cards"])
+    rows = [("experts", f"{held} of {experts['of']} in RAM{cards}; {found}")]
+    if held + experts["on_cards"] == experts["of"]:
         return rows
     switches = experts["policy_switches"]
     changed = f", changed {switches} time{'' if switches == 1 else 's'}" if switches else ""

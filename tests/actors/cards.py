@@ -17,9 +17,10 @@ from shadowlane.planner.placement import (
     Placement,
     Request,
     Share,
+    expert_shares,
 )
 from shadowlane.planner.program import build_programs
-from shadowlane.planner.search import UNDIVIDED, place
+from shadowlane.planner.search import place
 from shadowlane.planner.validate import validate
 
 CARD = Card(
@@ -66,6 +67,7 @@ def over_cards(
     """`whole`, of which all is in RAM, with every group shared out at random.
 
     A part may live on a card, come over its link (in decode, in prefill, or in both), or stay.
+    Of experts, any may live on cards.
     """
     random = Random(seed)
     names = [f"gpu:{number}" for number in range(cards)]
@@ -76,8 +78,15 @@ def over_cards(
     kv_heads = dict.fromkeys(names, 0)
     shares: dict[str, dict[str, tuple[Share, ...]]] = {"decode": {}, "prefill": {}}
     leaves = set()  # RAM
+    experts = [draw_experts(catalog, random, cards) for _ in catalog.sparse_groups]
     for group in catalog.groups:
-        if group.kind == "embed" or group.kind in UNDIVIDED:
+        if group.kind == "experts":
+            of_layer = experts[catalog.sparse_groups.index(group)]
+            counts = dict(zip(names, map(len, of_layer), strict=True))
+            for phase in shares:
+                shares[phase][group.name] = expert_shares(counts, "cpu:0", group.units)
+            continue
+        if group.kind in ("embed", "router"):
             for phase in shares:
                 shares[phase][group.name] = (Share("cpu:0", 0, group.units),)
             continue
@@ -117,6 +126,7 @@ def over_cards(
         for phase in shares:
             shares[phase][group.name] = tuple(parts[phase])
     room = sum(block.held_nbytes for block in catalog.blocks)  # for any other draw beside this one
+    expert_nbytes = catalog.experts.slot_nbytes if catalog.experts else 0
     parts_of = tuple(
         CardPart(
             lane=name,
@@ -129,8 +139,10 @@ def over_cards(
             weights_nbytes=2 * room,
             slots_nbytes=num_slots * catalog.slot_nbytes,
             kv_nbytes=4096 * kv_heads[name],
+            experts=tuple(layer[number] for layer in experts),
+            experts_nbytes=expert_nbytes * sum(len(layer[number]) for layer in experts),
         )
-        for name in names
+        for number, name in enumerate(names)
     )
     kept = tuple(is_kept and index not in leaves for index, is_kept in enumerate(whole.resident))
     return replace(
@@ -143,6 +155,17 @@ def over_cards(
         prefill_shares=shares["prefill"],
         cards=parts_of,
     )
+
+
+def draw_experts(catalog: Catalog, random: Random, cards: int) -> tuple[tuple[int, ...], ...]:
+    """Of one layer, those on each card: none, some or all of them."""
+    assert catalog.experts is not None
+    part = random.choice((0.0, 0.3, 0.7, 1.0))
+    held: list[list[int]] = [[] for _ in range(cards)]
+    for expert in range(catalog.experts.per_layer):
+        if random.random() < part:
+            random.choice(held).append(expert)
+    return tuple(map(tuple, held))
 
 
 def specs(names: Sequence[str]) -> tuple[LaneSpec, ...]:

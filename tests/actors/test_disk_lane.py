@@ -85,7 +85,7 @@ class Alone:
         programs = build_programs(blueprint.catalog, self.placement)
         self.length = len(programs["cpu:0"].instructions)
         self.sweep = Sweep.of(programs[DISK_LANE], num_slots, 0, {"cpu:0": 0}, [0], [self.length])
-        self.homes = Homes(self.layout.weights, self.layout.weights_nbytes, blueprint.sources)
+        self.homes = Homes(self.layout.weights, self.layout.weights_nbytes, blueprint.held_nbytes)
         self.abort = self.arena.base + self.layout.abort
 
     def address(self, counter: int) -> int:

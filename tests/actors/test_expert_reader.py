@@ -86,7 +86,9 @@ class Alone:
         self.field(layer, "ids", len(experts))[:] = experts
         row = np.zeros(t.INSTRUCTION_COLUMNS, np.int64)
         row[t.SPARSE_LAYER], row[t.OUTPUT] = layer, self.layout.scratch["router"]
-        if route(self.base, self.geometry, row, 0, rows, 1):
+        row[t.CARD_EXPERTS] = -1
+        no_items = np.zeros((0, t.ITEM_COLUMNS), np.int64)
+        if route(self.base, self.geometry, row, no_items, 0, rows, 1):
             call_disk_lane(self.base, self.geometry)
 
     def is_ready(self, layer: int, count: int | None = None, timeout_s: float = PATIENCE_S) -> bool:

@@ -328,7 +328,7 @@ def test_what_a_run_tells_of_its_experts(tiny_model: Callable[..., Path]) -> Non
         collect(sequence)
         told = run.engine.expert_use(sequence)
         assert told is not None
-        resident, early, chosen, read = sequence.use_after.experts
+        resident, early, chosen, read, _ = sequence.use_after.experts
         # the last token is given without a step of its own
         assert chosen == 15 * experts.num_layers * experts.top_k
         assert 0 < resident < chosen

@@ -46,7 +46,7 @@ def lower_all(
     blueprint: Blueprint, placement: Placement
 ) -> tuple[ArenaLayout, dict[str, LoweredProgram]]:
     layout = plan_layout(blueprint, placement)
-    homes = Homes(layout.weights, layout.weights_nbytes, blueprint.sources)
+    homes = Homes(layout.weights, layout.weights_nbytes, blueprint.held_nbytes)
     resident = [index for index, kept in enumerate(placement.resident) if kept]
     offsets = homes.take(resident)
     assert len(offsets) == len(resident)

@@ -83,7 +83,8 @@ def test_a_missing_figure_is_a_dash() -> None:
 def test_hits_are_told_apart_from_what_was_read_ahead() -> None:
     look = {"is_on": True, "recall": 0.9, "early_reads": 50, "used": 0.8, "withdrawn": 3}
     experts = {
-        "slots": 4, "of": 16, "hit_rate": 0.5, "early_hit_rate": 0.25, "look_ahead": look,
+        "slots": 4, "of": 16, "on_cards": 0, "card_rate": 0.0, "hit_rate": 0.5,
+        "early_hit_rate": 0.25, "look_ahead": look,
         "expected_hit_rate": 0.4, "expected_from": "remembered",
         "read_nbytes_per_token": 1 << 20, "policy": "mixture/global",
         "kept": "the most used lately and for long, over all layers", "policy_switches": 1,
@@ -97,6 +98,11 @@ def test_hits_are_told_apart_from_what_was_read_ahead() -> None:
     ) in text
     kept = "the most used lately and for long, over all layers (mixture/global), changed 1 time"
     assert kept in text
+    cards = {**experts, "slots": 12, "on_cards": 6, "card_rate": 0.6, "hit_rate": 1.0}
+    text = text_of(report.summary({**stats, "experts": cards}))
+    assert (
+        "10 of 16 in RAM, 6 on cards with 60.0 % of the chosen; 100.0 % of the others were in RAM"
+    ) in text
     none = {**experts, "early_hit_rate": 0.0}
     assert "read ahead" not in text_of(report.summary({**FakeEngine().stats(), "experts": none}))
 

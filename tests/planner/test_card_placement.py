@@ -84,9 +84,30 @@ def check(catalog: Catalog, placement: Placement) -> None:
     needed = sum(card.kv_nbytes for card in placement.cards) + placement.kv_nbytes
     assert needed >= placement.kv_pages * catalog.page_nbytes
     for group in catalog.groups:
-        if group.kind in ("embed", "router", "experts"):
+        if group.kind in ("embed", "router"):
             assert placement.shares[group.name] == (Share("cpu:0", 0, group.units),)
+    check_experts(catalog, placement)
     assert all(share.lane != "cpu:1" for each in placement.shares.values() for share in each)
+
+
+def check_experts(catalog: Catalog, placement: Placement) -> None:
+    """Cards hold the most used ones of each layer, and the processor adds up."""
+    experts = catalog.experts
+    if experts is None:
+        assert not placement.experts_on_cards
+        return
+    for card in placement.cards:
+        assert card.experts_nbytes == card.num_experts * experts.slot_nbytes
+    for layer, group in enumerate(catalog.sparse_groups):
+        counts = [len(card.experts_of(layer)) for card in placement.cards]
+        held = sorted(each for card in placement.cards for each in card.experts_of(layer))
+        assert held == sorted(experts.ranked(layer)[: sum(counts)])
+        for phase in PHASES:
+            *of_cards, last = placement.shares_of(phase)[group.name]
+            assert last == Share("cpu:0", sum(counts), group.units)
+            assert [each.last_unit - each.first_unit for each in of_cards] == [
+                count for count in counts if count
+            ]
 
 
 @st.composite
@@ -194,7 +215,7 @@ def test_with_room_for_all_a_plan_is_kept_to_half_a_piece(question: Asked) -> No
     pieces: Counter[str] = Counter()
     for load, wanted, got in zip(asked_of.model.loads, plan.sites, exact.sites, strict=True):
         group = catalog.group(load.name)
-        if group.kind in ("router", "experts"):
+        if group.kind == "router":
             continue
         if wanted.vram in (0.0, 1.0):
             assert got.vram == wanted.vram

@@ -11,9 +11,10 @@ from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.hybrid import Plan, Site, Work, model_of
 from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.placement import CardPart, LaneSpec, Placement, Request, Share
+from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import ComputeInstruction, Read, Wait, build_programs
-from shadowlane.planner.synthetic import llama_catalog
+from shadowlane.planner.synthetic import llama_catalog, mixture_catalog
 from shadowlane.planner.validate import InconsistentPrograms, validate
 
 CARD = Card("card", 64e6, 0.0, 400e9, 40e12, 20e9, 20e9, launch_s=5e-6, crossing_s=20e-6)
@@ -142,3 +143,122 @@ def test_a_ring_that_is_too_small_is_a_deadlock_with_its_slots_named() -> None:
     assert placement.cards[0].num_slots > 2
     with pytest.raises(InconsistentPrograms, match=r"deadlock with .*1 slots of h2d:0"):
         validate(LLAMA, with_card(placement, num_slots=1), programs)
+
+
+# -- routed experts
+
+MIXTURE = mixture_catalog(
+    layers=2, num_experts=8, top_k=2, expert_inner=64, hidden=128, inner=128, vocab=256
+)
+ROUTED = Question(
+    model_of(MIXTURE, "synthetic", is_ours=True), MACHINE, Work(context=64, max_context=64)
+)
+
+
+def routed(vram: float = 0.5) -> Placement:
+    plan = Plan("", (Site(vram, 1.0 - vram),) * len(ROUTED.model.loads))
+    return place_on_cards(MIXTURE, plan, REQUEST, ROUTED)
+
+
+def refused_mixture(placement: Placement) -> str:
+    with pytest.raises(InconsistentPrograms) as caught:
+        validate(MIXTURE, placement, build_programs(MIXTURE, placement))
+    return str(caught.value)
+
+
+def test_card_and_processor_compute_experts_at_the_same_time_and_the_processor_joins() -> None:
+    placement = routed()
+    programs = build_programs(MIXTURE, placement)
+    validate(MIXTURE, placement, programs)
+    of_group = {
+        lane: (place, each)
+        for lane in ("cpu:0", "gpu:0")
+        for place, each in enumerate(programs[lane].instructions)
+        if isinstance(each, ComputeInstruction) and each.group == "1.experts"
+    }
+    at_card, of_card = of_group["gpu:0"]
+    at_processor, of_processor = of_group["cpu:0"]
+    assert (of_card.first_unit, of_card.last_unit) == (0, 4)
+    assert (of_processor.first_unit, of_processor.last_unit) == (4, 9)
+    assert of_processor.joins == (Wait("gpu:0", at_card + 1),)
+    assert of_card.joins == ()
+    assert of_card.waits == (Wait("cpu:0", at_processor),), "the router is the instruction before"
+
+
+def test_all_experts_may_live_on_a_card() -> None:
+    placement = routed(1.0)
+    assert placement.experts_on_cards == 16
+    assert placement.shares["0.experts"] == (Share("gpu:0", 0, 8), Share("cpu:0", 8, 9))
+    validate(MIXTURE, placement, build_programs(MIXTURE, placement))
+
+
+def test_an_expert_on_a_card_needs_a_share() -> None:
+    placement = routed()
+    shares = {**placement.shares, "0.experts": (Share("cpu:0", 0, 9),)}
+    text = refused_mixture(replace(placement, shares=shares))
+    assert "0.experts: gpu:0 has a share of 0 in decode; 4 experts live there" in text
+
+
+def test_a_share_needs_its_experts() -> None:
+    placement = routed()
+    first, second = placement.cards[0].experts
+    text = refused_mixture(with_card(placement, experts=(first[1:], second)))
+    assert "0.experts: gpu:0 has a share of 4 in decode; 3 experts live there" in text
+    text = refused_mixture(with_card(placement, experts=((first[0], *first[:-1]), second)))
+    assert "experts on cards must be different ones below 8" in text
+
+
+def test_room_for_experts_must_be_theirs() -> None:
+    placement = routed()
+    less = placement.cards[0].experts_nbytes - 4096
+    assert f"in room for {less}" in refused_mixture(with_card(placement, experts_nbytes=less))
+
+
+def test_a_card_does_not_add_up() -> None:
+    placement = routed()
+    shares = {**placement.shares, "0.experts": (Share("cpu:0", 0, 5), Share("gpu:0", 5, 9))}
+    text = refused_mixture(replace(placement, shares=shares))
+    assert "0.experts: gpu:0 would add up what experts give" in text
+
+
+def test_who_adds_up_must_wait_for_all_cards() -> None:
+    placement = routed()
+    programs = build_programs(MIXTURE, placement)
+    hasty = tuple(
+        replace(each, joins=()) if isinstance(each, ComputeInstruction) else each
+        for each in programs["cpu:0"].instructions
+    )
+    programs["cpu:0"] = replace(programs["cpu:0"], instructions=hasty)
+    with pytest.raises(InconsistentPrograms, match=r"adds up experts of \['gpu:0'\]"):
+        validate(MIXTURE, placement, programs)
+
+
+def test_the_hottest_experts_are_dealt_out_to_cards() -> None:
+    """So that each gets hot ones; a plan that is made exact again is the same."""
+    experts = MIXTURE.experts
+    assert experts is not None
+    ranks = ((7, 6, 5, 4, 3, 2, 1, 0), (0, 2, 4, 6, 1, 3, 5, 7))
+    known = replace(MIXTURE, experts=replace(experts, ranks=ranks))
+    two = replace(ROUTED, machine=replace(MACHINE, cards=(CARD, CARD)))
+    request = replace(REQUEST, lanes=(*REQUEST.lanes, LaneSpec("gpu:1", 1)))
+    plan = Plan("", (Site(0.5, 0.5, over=(0.5, 0.5)),) * len(ROUTED.model.loads))
+    placement = place_on_cards(known, plan, request, two)
+    assert [card.experts for card in placement.cards] == [((7, 5), (0, 4)), ((6, 4), (2, 6))]
+    exact = plan_of(known, placement, two.model)
+    again = place_on_cards(known, exact, request, two)
+    assert again.cards == placement.cards
+    assert again.shares == placement.shares
+
+
+def test_what_has_no_room_goes_before_all_else() -> None:
+    """Experts first, the least used of each layer in turn."""
+    experts = MIXTURE.experts
+    assert experts is not None
+    full = routed()
+    room = full.cards[0].total_nbytes - 3 * experts.slot_nbytes
+    plan = Plan("", (Site(0.5, 0.5),) * len(ROUTED.model.loads))
+    placement = place_on_cards(MIXTURE, plan, REQUEST, ROUTED, budgets={"gpu:0": room})
+    (card,) = placement.cards
+    assert card.resident == full.cards[0].resident
+    assert card.experts == ((0, 1, 2), (0, 1))
+    assert any("do not fit" in note for note in placement.notes)

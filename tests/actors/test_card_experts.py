@@ -1,0 +1,227 @@
+"""Routed experts on emulated cards: the same tokens wherever each of them is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cards import machine_with, over_cards
+from inprocess import AMPLE, ONE_THREAD, collect, cut, running, small_blocks
+from mixture_files import write_published_gpt_oss
+from test_experts_run import MANY, read_nbytes
+from tiny import tiny_tokens
+
+from shadowlane.actors.blueprint import Options
+from shadowlane.actors.lowering import lower, make_geometry
+from shadowlane.actors.scratch import route_layout
+from shadowlane.actors.spec import CardSettings, Emulated
+from shadowlane.ops import emulated as law
+from shadowlane.ops import table as t
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.cost import CostModel
+from shadowlane.planner.placement import LaneSpec, Placement, Request
+from shadowlane.planner.program import build_programs
+from shadowlane.planner.routing_files import read_trace
+from shadowlane.planner.search import SPARE_EXPERTS, place
+from shadowlane.planner.validate import validate
+
+OPTIONS = Options(context=128, prefill_chunk=24)
+PROMPT = tiny_tokens(41)
+FAMILIES = ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with small_blocks(4096):
+        yield
+
+
+def drawn(
+    seed: int, cards: int, slots: int | None = None
+) -> Callable[[Catalog, Request], Placement]:
+    """slots: of experts in RAM; None: one for each."""
+
+    def first(catalog: Catalog, request: Request) -> Placement:
+        processors = replace(request, lanes=(LaneSpec("cpu:0", 1),))
+        whole = place(catalog, processors, CostModel(None))
+        if slots is not None:
+            assert catalog.experts is not None
+            nbytes = slots * catalog.experts.slot_nbytes
+            whole = replace(whole, expert_slots=slots, experts_nbytes=nbytes)
+        placement = over_cards(catalog, whole, seed, cards)
+        for phase in ("decode", "prefill"):
+            validate(catalog, placement, build_programs(catalog, placement, phase), phase)
+        return placement
+
+    return first
+
+
+def on_cards(
+    seed: int,
+    cards: int,
+    slots: int | None = None,
+    cores: Sequence[Sequence[int]] = ONE_THREAD,
+) -> dict[str, Any]:
+    """Settings of an engine over so many cards, with everything shared out at random."""
+    return {
+        "ram": AMPLE,
+        "cores": cores,
+        "first": drawn(seed, cards, slots),
+        "cards": (CardSettings(1 << 30),) * cards,
+        "emulated": Emulated(machine_with(cards), seed=seed),
+    }
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_experts_on_cards_give_the_same_tokens(
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str, cards: int
+) -> None:
+    if family == "published":
+        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
+    else:
+        model = tiny_model(family)
+    experts = cut(model, OPTIONS, ONE_THREAD).catalog.experts
+    assert experts is not None
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(PROMPT, 20)
+        logits = engine.logits(PROMPT)
+    few = experts.top_k + SPARE_EXPERTS
+    for seed, slots in enumerate((None, few, None, few)):
+        with running(model, options=OPTIONS, **on_cards(seed, cards, slots)) as engine:
+            placement = engine.engine.placement
+            assert engine.generate(PROMPT, 20) == expected
+            assert engine.generate(PROMPT, 20) == expected
+            assert np.array_equal(engine.logits(PROMPT), logits)
+            use = engine.engine.gauges.expert_use()
+            assert bool(use.on_cards) == bool(placement.experts_on_cards)
+            if placement.expert_slots == experts.total:
+                assert read_nbytes(engine) == 0, "what is on cards is not asked for"
+                assert use.resident == use.chosen
+
+
+def test_requests_that_share_steps(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model(MANY)
+    options = replace(OPTIONS, max_batch=4)
+    experts = cut(model, options, ONE_THREAD).catalog.experts
+    assert experts is not None
+    prompts = [tiny_tokens(20 + 7 * number)[number:] for number in range(4)]
+    with running(model, options=options, cores=ONE_THREAD) as engine:
+        alone = [engine.generate(prompt, 12) for prompt in prompts]
+    few = experts.top_k + SPARE_EXPERTS
+    for seed in (5, 6):
+        with running(model, options=options, **on_cards(seed, 2, few)) as engine:
+            together = [engine.submit(prompt, 12) for prompt in prompts]
+            assert [collect(sequence) for sequence in together] == alone
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_moving_experts_while_tokens_are_made_changes_none(
+    tiny_model: Callable[..., Path], seed: int
+) -> None:
+    """What leaves a card is read into RAM when it is chosen; what nobody needs is dropped."""
+    model = tiny_model(MANY)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(PROMPT, 20)
+    slots = 9
+    with running(model, options=OPTIONS, **on_cards(10 * seed, 2, slots)) as engine:
+        planner, now = engine.planner, engine.engine
+        assert planner is not None
+        for turn in range(1, 4):
+            again = drawn(10 * seed + turn, 2, slots)(now.blueprint.catalog, now.request)
+            planner.script.append((3 * turn, replace(again, placement_id=turn)))
+        for _ in range(50):
+            assert engine.generate(PROMPT, 20) == expected
+            if len(planner.announced) == 4:
+                break
+        assert [placement for placement, _ in planner.announced] == [0, 1, 2, 3]
+        for part, there in zip(now.placement.cards, now.crew.card_homes, strict=True):
+            assert set(there.offsets) == set(now.blueprint.on_card(part))
+
+
+def test_replayed_routing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny_model(MANY)
+    trace = tmp_path / "routes.jsonl"
+    with running(model, options=OPTIONS, cores=ONE_THREAD, trace_routing=trace) as engine:
+        engine.generate(PROMPT, 20)
+    with running(model, options=OPTIONS, cores=ONE_THREAD, replay_routing=trace) as engine:
+        expected = engine.generate(PROMPT, 20)
+    settings = on_cards(3, 1, 12)
+    again = tmp_path / "again.jsonl"
+    with running(
+        model, options=OPTIONS, replay_routing=trace, trace_routing=again, **settings
+    ) as engine:
+        assert engine.generate(PROMPT, 20) == expected
+    assert np.array_equal(read_trace(again).choices, read_trace(trace).choices)
+
+
+def test_the_planner_fills_a_card_with_experts(tiny_model: Callable[..., Path]) -> None:
+    """As many as its budget has room for; tokens stay, whatever is re-planned then."""
+    model = tiny_model(MANY, num_experts=32, num_experts_per_tok=4)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(PROMPT, 20)
+    blueprint = cut(model, OPTIONS, ONE_THREAD)
+    experts = blueprint.catalog.experts
+    assert experts is not None
+    dense = sum(block.held_nbytes for block in blueprint.catalog.blocks)
+    memory = 2 * dense + experts.total * experts.slot_nbytes // 2
+    slow = replace(machine_with(1), cpu_bytes_per_s=1e8, cpu_flops=1e10)
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        cards=(CardSettings(memory),),
+        emulated=Emulated(slow, seed=3, is_hidden=True, slowed=2.0, small_nbytes=1e4),
+    ) as engine:
+        now = engine.engine
+        (card,) = now.placement.cards
+        assert card.num_experts >= experts.total // 3
+        assert card.total_nbytes <= memory
+        for _ in range(10):
+            assert engine.generate(PROMPT, 20) == expected
+        assert now.shadow.is_open, now.shadow.notes
+        use = now.gauges.expert_use()
+        assert use.on_cards > 0
+        assert now.expert_heat() is not None, "what is chosen is watched, for the next run"
+
+
+def test_an_emulated_lane_takes_the_time_of_the_experts_that_it_computes(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """Of each layer's newest route, without scatter: each lane those in its list, and no others."""
+    model = tiny_model(MANY)
+    with running(model, options=OPTIONS, **on_cards(1, 2)) as engine:
+        engine.generate(PROMPT, 4)
+        now = engine.engine
+        arena, layout, blueprint = now.arena, now.layout, now.blueprint
+        experts = blueprint.catalog.experts
+        assert experts is not None
+        assert arena is not None
+        offsets = route_layout(blueprint.config, layout.step_rows)
+        programs = build_programs(blueprint.catalog, now.placement)
+        record = arena.base + layout.records
+        laws = np.zeros(law.LAW_FIELDS)
+        laws[law.BYTES_PER_S], laws[law.FLOPS_PER_S] = 1e9, 1e18
+        calm = np.zeros(law.LOADS)
+        taken = np.zeros((len(layout.lanes), experts.num_layers))
+        for lane, name in enumerate(layout.lanes):
+            geometry = make_geometry(blueprint, layout, lane, 1, layout.card_of(lane))
+            lowered = lower(blueprint, layout, now.placement, programs[name], {}, 1)
+            for row in lowered.instructions:
+                if row[t.KIND] == t.EXPERTS:
+                    taken[lane, row[t.SPARSE_LAYER]] = law.work_s(
+                        arena.base, geometry, row, record, laws.ctypes.data, calm.ctypes.data
+                    )
+        for layer in range(experts.num_layers):
+            at = layout.scratch["routes"] + layer * offsets["nbytes"] + offsets["starts"]
+            starts = arena.view(at, np.int32, experts.per_layer + 1)
+            chosen = set(np.flatnonzero(np.diff(starts)).tolist())
+            held = [chosen.intersection(card.experts_of(layer)) for card in now.placement.cards]
+            counts = np.array([len(chosen) - sum(map(len, held)), *map(len, held)])
+            assert np.allclose(taken[:, layer], counts * experts.nbytes / 1e9)
+        assert (taken[1:] > 0).any()
