@@ -102,18 +102,22 @@ class CardLane:
         self._stopping = threading.Event()
         self._last_step = counter_value(self._address(STEP_COUNTER))
         self.error: str | None = None
+        self._ordinal = ordinal
         with ExitStack() as closing:
-            self._open(closing, ordinal)
+            self._open(closing)
             self._closing = closing.pop_all()
 
-    def _open(self, closing: ExitStack, ordinal: int) -> None:
+    def _open(self, closing: ExitStack) -> None:
         driver, layout, arena = self._runtime.driver, self._layout, self._arena
+        ordinal = self._ordinal
         driver.set_device(ordinal)
         nbytes = self._where.weights + self._where.weights_nbytes
         try:
             memory = CardMemory.allocate(driver, max(nbytes, 1))
         except CudaError as error:
-            raise MemoryError(f"{self.name}: {show_nbytes(nbytes)} of its budget: {error}") from None
+            raise MemoryError(
+                f"{self.name}: {show_nbytes(nbytes)} of its budget: {error}"
+            ) from None
         closing.callback(memory.close)
         words = layout.counter(PROBE_COUNTER + 2 * self.card)
         regions = Regions(layout.pinned, layout.pinned_weights, layout.abort, words)
@@ -230,6 +234,7 @@ class CardLane:
         self._operators, self._programs, self._blocks = None, {}, {}
         self._shared = {}
         self._memory = torch.empty(0)
+        self._runtime.driver.set_device(self._ordinal)
         self._closing.close()
 
     def _end_copies(self) -> None:
@@ -268,6 +273,7 @@ class CardLane:
     def _work(self) -> None:
         abort, steps = self._arena.base + self._layout.abort, self._address(STEP_COUNTER)
         step = self._last_step
+        self._runtime.driver.set_device(self._ordinal)  # of this thread
         while not self._stopping.is_set():
             status = wait_counter(steps, step + 1, abort, 0, LOOK_UP_NS)
             if self._copies.error is not None and status == WAIT_TIMED_OUT:

@@ -6,7 +6,7 @@ going again when one has failed. Decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -399,13 +399,24 @@ class Crew:
         done = 0
         for link, there in zip(self.links, self.card_homes, strict=True):
             for parcel in self._landings(sorted(there.offsets)):
-                missing = {block: at for block, at in parcel.items() if block not in self.homes.offsets}
+                missing = {
+                    block: at for block, at in parcel.items() if block not in self.homes.offsets
+                }
                 if missing:
                     self.disk_lane.call("load", missing).result()
                 link.call("move", [(b, at, there.offsets[b]) for b, at in parcel.items()]).result()
                 done += sum(sources[block].held_nbytes for block in parcel)
                 if tell is not None:
                     tell("loading the cards", done / total)
+
+    def _move_parcel(
+        self, link: Remote, parcel: Mapping[int, int], targets: Mapping[int, int]
+    ) -> None:
+        """Blocks from where they lie in the arena onto a card; returns when all are there."""
+        missing = {block: at for block, at in parcel.items() if block not in self.homes.offsets}
+        if missing:
+            self.disk_lane.call("load", missing).result()
+        link.call("move", [(block, at, targets[block]) for block, at in parcel.items()]).result()
 
     def _landings(self, blocks: Iterable[int]) -> Iterator[dict[int, int]]:
         """Blocks with the arena offsets they are copied from: at home, or in the landing place."""
@@ -524,11 +535,7 @@ class Crew:
         for link, offsets in moves.later:
             if self._has_cards:
                 for parcel in self._landings(sorted(offsets)):
-                    missing = {b: at for b, at in parcel.items() if b not in self.homes.offsets}
-                    if missing:
-                        self.disk_lane.call("load", missing).result()
-                    moved = link.call("move", [(b, at, offsets[b]) for b, at in parcel.items()])
-                    moved.result()  # the landing place is used again
+                    self._move_parcel(link, parcel, offsets)
                 continue
             at_home = {b: self.homes.offsets[b] for b in offsets if b in self.homes.offsets}
             read = {block: at for block, at in offsets.items() if block not in at_home}

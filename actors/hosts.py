@@ -329,9 +329,7 @@ class ThreadHost:
         return _LocalRemote(f"cpu:{number}", CpuLaneHost(number, cores), self._pool)
 
     def start_card(self, number: int, card: int, *, is_emulated: bool) -> Remote:
-        lane = (
-            CpuLaneHost(number, STANDS_IN) if is_emulated else CardLaneHost(number, card, card)
-        )
+        lane = CpuLaneHost(number, STANDS_IN) if is_emulated else CardLaneHost(number, card, card)
         return _LocalRemote(f"gpu:{card}", lane, self._pool)
 
     def start_link(self, card: int) -> Remote:

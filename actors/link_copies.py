@@ -39,7 +39,9 @@ class Copies(Protocol):
         """What is brought next waits for this counter (an address); False: look around first."""
         ...
 
-    def bring(self, block: int, nbytes: int, source: int, target: int, count: int, step: int) -> None:
+    def bring(
+        self, block: int, nbytes: int, source: int, target: int, count: int, step: int
+    ) -> None:
         """Copy for the sweep, then count: the link's counter is `count` when it has arrived."""
         ...
 
@@ -69,7 +71,9 @@ class EmulatedCopies:
         abort = self._arena.base + self._layout.abort
         return bool(wait_counter(counter, value, abort, 0, LOOK_UP_NS) == WAIT_OK)
 
-    def bring(self, block: int, nbytes: int, source: int, target: int, count: int, step: int) -> None:
+    def bring(
+        self, block: int, nbytes: int, source: int, target: int, count: int, step: int
+    ) -> None:
         self._copy(block, nbytes, source, target, step)
         counter = self._layout.counter(LINK_COUNTER + self._card)
         publish(self._arena.base + counter, count)
@@ -130,7 +134,9 @@ class CardCopies:
             self._copier.wait(counter - self._arena.base, value)
         return True
 
-    def bring(self, block: int, nbytes: int, source: int, target: int, count: int, step: int) -> None:
+    def bring(
+        self, block: int, nbytes: int, source: int, target: int, count: int, step: int
+    ) -> None:
         counter = self._layout.counter(LINK_COUNTER + self._card)
         with self._giving:
             self._copier.copy(source, target, nbytes, counter, count)

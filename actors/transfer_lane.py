@@ -86,9 +86,7 @@ class TransferLane:
         else:
             ring = CopyRing(self._arena, layout.copy_rings[card], layout.abort)
             copier = RingCopier(ring)
-            self._copies = CardCopies(
-                self._arena, layout, card, copier, self._stopping.is_set
-            )
+            self._copies = CardCopies(self._arena, layout, card, copier, self._stopping.is_set)
         self._transfers: dict[tuple[int, Phase], Transfers] = {}
         self._last_step = counter_value(self._address(STEP_COUNTER))
         self.error: str | None = None
@@ -179,9 +177,9 @@ class _Sweeps:
                 wait_counter(lane._address(STEP_COUNTER), self._step + 1, abort, 0, LOOK_UP_NS)
                 continue
             freed = self._free_at.get(self._next - lane._where.num_slots)
-            if freed is not None:
-                if not lane._copies.wait_for(lane._address(lane._number), freed):
-                    continue
+            card = lane._address(lane._number)
+            if freed is not None and not lane._copies.wait_for(card, freed):
+                continue
             self._copy_next(ahead)
 
     def _begin_step(self) -> None:

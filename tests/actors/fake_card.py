@@ -79,10 +79,13 @@ def fake_cards(
     with patch.context() as here:
         here.setattr(inprocess, "ScriptedHost", Host)
         here.setattr(inprocess, "ThreadHost", Host) if base is inprocess.ThreadHost else None
-        yield drivers
+        try:
+            yield drivers
+        finally:  # the cause, where a test has failed for it
+            for driver in drivers:
+                assert not driver.failed, driver.failed
     for driver in drivers:
-        assert not driver.failed, driver.failed
         assert driver.stuck() == {}, "no stream may be left waiting"
         assert not any(driver.left().values()), driver.left()
-        assert driver.hazards == []
+        assert driver.hazards == [], sorted(set(driver.hazards))
         driver.shut_down()
