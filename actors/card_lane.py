@@ -224,6 +224,7 @@ class CardLane:
             kv_layout=blueprint.kv_layout,
             kv_heads=kv_heads,
             rope_interleaved=blueprint.rope_interleaved,
+            uses_triton=self._runtime.uses_triton,
         )
 
     def stop(self) -> None:
@@ -231,11 +232,11 @@ class CardLane:
 
     def close(self) -> None:
         """Give back all that was taken of the card. Only once `run` has ended, or never began."""
+        self._runtime.driver.set_device(self._ordinal)
+        self._closing.close()  # first: what the stream still has to do needs all of this
         self._operators, self._programs, self._blocks = None, {}, {}
         self._shared = {}
         self._memory = torch.empty(0)
-        self._runtime.driver.set_device(self._ordinal)
-        self._closing.close()
 
     def _end_copies(self) -> None:
         """The copy thread ends at the abort word; a lane that is closed without one sets it."""

@@ -22,6 +22,7 @@ class CardRuntime(Protocol):
 
     driver: Driver
     device: torch.device
+    uses_triton: bool | None  # None: where it runs
 
     def launch(self, stream: int, work: Callable[[], None]) -> None:
         """Start the kernels of `work` on this stream of the driver's."""
@@ -34,6 +35,8 @@ class CardRuntime(Protocol):
 
 class CudaRuntime:
     """Torch on one CUDA card. Its ordinal is this process's, as CUDA_VISIBLE_DEVICES has it."""
+
+    uses_triton: bool | None = None
 
     def __init__(self, ordinal: int) -> None:
         """Raises CudaError where there is no card, or no driver."""

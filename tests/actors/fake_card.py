@@ -23,6 +23,8 @@ CARD_NBYTES = 4 << 30  # of which only what is touched is really taken
 
 
 class FakeRuntime:
+    uses_triton = False  # its interpreter patches what all threads share, and is slow
+
     def __init__(self, driver: RecordingDriver) -> None:
         self.driver = driver
         self.device = torch.device("cpu")
