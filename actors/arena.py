@@ -21,7 +21,7 @@ from shadowlane.actors.blueprint import PAGE, Blueprint
 from shadowlane.actors.scratch import SHARED_BUFFERS, TURN_BUFFERS, route_layout
 from shadowlane.ops import table as t
 from shadowlane.ops.emulated import LAW_NBYTES, LOADS_NBYTES
-from shadowlane.planner.placement import Placement, whole_pages
+from shadowlane.planner.placement import CardPart, Placement, whole_pages
 from shadowlane.sizes import FreeRam, format_size, free_ram
 
 DISK_COUNTER = t.MAX_LANES  # counters 0..MAX_LANES-1 are the compute lanes'
@@ -31,7 +31,10 @@ READY_COUNTER = t.MAX_LANES + 3  # chosen experts that were in RAM, or have arri
 REQUEST_COUNTER = t.MAX_LANES + 4  # requests for missing experts, and guesses
 SUMMED_COUNTER = t.MAX_LANES + 5  # the newest route whose experts are all computed
 LINK_COUNTER = t.MAX_LANES + 6  # blocks brought to the first card; those of others follow
-NUM_COUNTERS = t.MAX_LANES + 6 + t.MAX_CARDS
+MOVE_COUNTER = LINK_COUNTER + t.MAX_CARDS  # blocks moved beside the sweep, onto each card
+PROBE_COUNTER = MOVE_COUNTER + t.MAX_CARDS  # two of each card, for trying what its streams can do
+NUM_COUNTERS = PROBE_COUNTER + 2 * t.MAX_CARDS
+LANDING_NBYTES = 64 << 20  # where blocks lie between the disk and a card, as a rule
 RECORD_RING = 8
 DISK_STATISTICS = 32  # int64 fields
 DISK_SPAN_RING = 1 << 15
@@ -123,7 +126,8 @@ def check_room(nbytes: int, free: FreeRam | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CardLayout:
-    """Where the memory of an emulated card lies in the arena, behind what the RAM budget bounds."""
+    """Where things lie in a card's memory: in its own, whose offsets begin at 0; of an emulated
+    card in the arena, behind what the RAM budget bounds."""
 
     lane: str
     ring: int
@@ -174,6 +178,11 @@ class ArenaLayout:
     laws: tuple[int, ...]  # of compute lanes, links, disk: how fast they are, where emulated
     loads: int  # what links take from the DRAM port, where that is emulated
     links: tuple[int, ...]  # per card: statistics and spans of its link
+    copy_rings: tuple[int, ...]  # per card that is here: what its link wants copied
+    pinned: tuple[int, int]  # offset and bytes of all that a card's streams reach by themselves
+    pinned_weights: tuple[int, int]  # ... and of what is copied to cards
+    landing: int  # where blocks lie between the disk and a card that is here
+    landing_nbytes: int
     nbytes: int
 
     def counter(self, number: int) -> int:
@@ -192,6 +201,8 @@ def plan_layout(
 
     is_emulated: lanes take the time of another machine, and its cards' memory is here too.
     """
+    from shadowlane.actors.copy_ring import ring_nbytes  # which needs an arena itself
+
     threads = [lane.threads for lane in placement.lanes]
     config = blueprint.config
     max_pages = -(-placement.context_tokens // blueprint.catalog.page_tokens)
@@ -226,6 +237,8 @@ def plan_layout(
     links = tuple(
         take((LINK_STATISTICS + LINK_SPAN_RING * LINK_SPAN_FIELDS) * 8) for _ in placement.cards
     )
+    are_here = bool(placement.cards) and not is_emulated
+    copy_rings = tuple(take(ring_nbytes()) for _ in placement.cards if are_here)
     budget_start = cursor
     constants = take(blueprint.catalog.constants_nbytes)
     offset = constants + 64
@@ -233,10 +246,6 @@ def plan_layout(
     for source in blueprint.constants:
         constant_offsets[source.name] = offset
         offset += math.prod(source.shape) * 4  # a group's biases follow one another
-    # NOTE: an emulated card reads keys and values where the processor does; its part of the room
-    # is its own and not of the RAM budget.
-    on_cards = sum(card.kv_nbytes for card in placement.cards)
-    kv = take(placement.kv_nbytes + on_cards)
     plan = blueprint.scratch[placement.subchunks]
     scratch = {name: take(getattr(plan, name)) for name in SHARED_BUFFERS}
     turn = take(max(plan.turn_nbytes(names) for names in TURN_BUFFERS))
@@ -244,6 +253,12 @@ def plan_layout(
         sizes = [whole_pages(getattr(plan, name)) for name in names]
         offsets = accumulate(sizes[:-1], initial=turn)
         scratch |= dict(zip(names, offsets, strict=True))
+    pinned = (0, cursor)
+    # NOTE: an emulated card reads keys and values where the processor does; its part of the room
+    # is its own and not of the RAM budget. Pages of heads that a card holds itself are never
+    # touched, and so take none.
+    on_cards = sum(card.kv_nbytes for card in placement.cards)
+    kv = take(placement.kv_nbytes + on_cards)
     worker_scratch = tuple(take(count * plan.worker_nbytes) for count in threads)
     ring = take(placement.slots_nbytes)
     # Beside cards other blocks may live here later, as many as the budget has room for.
@@ -260,8 +275,14 @@ def plan_layout(
     used = cursor - budget_start - on_cards
     expected = placement.total_nbytes + weights_nbytes - placement.weights_nbytes
     assert used == expected, (used, expected)
+    largest = max((whole_pages(each.held_nbytes) for each in blueprint.catalog.blocks), default=0)
+    landing_nbytes = max(LANDING_NBYTES, largest) if are_here else 0
+    landing = take(landing_nbytes)
+    pinned_weights = (weights, cursor - weights)
     cards = tuple(
-        CardLayout(
+        _own_memory(card)
+        if are_here
+        else CardLayout(
             lane=card.lane,
             ring=take(card.slots_nbytes),
             num_slots=card.num_slots,
@@ -309,5 +330,23 @@ def plan_layout(
         laws=laws,
         loads=loads,
         links=links,
+        copy_rings=copy_rings,
+        pinned=pinned,
+        pinned_weights=pinned_weights,
+        landing=landing,
+        landing_nbytes=landing_nbytes,
         nbytes=cursor,
+    )
+
+
+def _own_memory(card: CardPart) -> CardLayout:
+    """Of a card that is here: its ring, then weights; keys and values are allocated apart."""
+    room = card.budget - card.slots_nbytes - card.kv_nbytes
+    return CardLayout(
+        lane=card.lane,
+        ring=0,
+        num_slots=card.num_slots,
+        slot_nbytes=card.slot_nbytes,
+        weights=card.slots_nbytes,
+        weights_nbytes=room // PAGE * PAGE,
     )

@@ -15,6 +15,7 @@ import numpy as np
 from shadowlane.actors import disk_lane as disk
 from shadowlane.actors.arena import Arena, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
+from shadowlane.actors.copy_ring import ring_nbytes
 from shadowlane.actors.homes import Homes
 from shadowlane.actors.hosts import Host, LaneDied, Pending, Remote, Settled
 from shadowlane.actors.recovery import (
@@ -29,7 +30,7 @@ from shadowlane.actors.spec import EngineSettings
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.files import ModelFiles
 from shadowlane.planner.heat import Heat
-from shadowlane.planner.placement import DISK_LANE, Placement
+from shadowlane.planner.placement import DISK_LANE, Placement, Share
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program, build_programs
 
@@ -118,7 +119,13 @@ class Crew:
             self.disk = self._start_disk()
 
     def _start_card(self, card: int) -> Remote:
-        return self._host.start_card(len(self._settings.cores) + card, card)
+        number, is_emulated = len(self._settings.cores) + card, not self._has_cards
+        return self._host.start_card(number, card, is_emulated=is_emulated)
+
+    @property
+    def _has_cards(self) -> bool:
+        """Whether cards are here: their memory is their own, and what lived there died with it."""
+        return bool(self._settings.cards) and self._settings.emulated is None
 
     def _start_disk(self) -> Remote:
         settings = self._settings
@@ -192,8 +199,11 @@ class Crew:
         set_abort(self._arena, self._layout, False)
         settle_counters(self._arena, self._layout, step, self.lane_bases, self._link_bases)
         self._brought = None
+        for ring in self._layout.copy_rings:  # what was on its way is not wanted any more
+            self._arena.view(ring, np.uint8, ring_nbytes())[:] = 0
         for each in self._open_lanes():
             each.result()
+        self.load_cards()
         if self._blueprint.experts is not None:
             self.disk_lane.call("keep_experts", self._heat, self._settings.expert_policy).result()
             self._leave_to_cards(self.placement)
@@ -230,7 +240,8 @@ class Crew:
             calls.append((lane, (self._of_lane(programs, lane), homes, copies)))
         for lane, part, there in zip(self.cards, placement.cards, self.card_homes, strict=True):
             held = {each: there.offsets[each] for each in self._blueprint.on_card(part)}
-            calls.append((lane, (self._of_lane(programs, lane), held)))
+            theirs = programs if self._has_cards else self._of_lane(programs, lane)
+            calls.append((lane, (theirs, held)))
         for lane in self.links:
             calls.append((lane, (programs, homes)))
         answers = [
@@ -364,6 +375,8 @@ class Crew:
         jobs: list[tuple[str, tuple[object, ...]]] = [("load", (homes,))]
         for part, there in zip(placement.cards, self.card_homes, strict=True):
             held = there.take(self._blueprint.on_card(part))
+            if self._has_cards:
+                continue
             total += sum(sizes[number] for number in held)
             jobs.append(("load", (held,)))
         if self._blueprint.experts is not None:
@@ -383,6 +396,50 @@ class Crew:
                     continue
             loading.result()
         tell("loading weights", 1.0)
+
+    def load_cards(self, tell: Progress | None = None) -> None:
+        """Bring what lives on cards that are here; their lanes must be open, and none running.
+
+        Off the disk a block lands in RAM first, together with as many others as there is room for.
+        """
+        if not self._has_cards:
+            return
+        sources = self._blueprint.sources
+        total = sum(sources[block].held_nbytes for h in self.card_homes for block in h.offsets)
+        done = 0
+        for link, there in zip(self.links, self.card_homes, strict=True):
+            for parcel in self._landings(sorted(there.offsets)):
+                self._move_parcel(link, parcel, there.offsets)
+                done += sum(sources[block].held_nbytes for block in parcel)
+                if tell is not None:
+                    tell("loading the cards", done / total)
+
+    def _move_parcel(
+        self, link: Remote, parcel: Mapping[int, int], targets: Mapping[int, int]
+    ) -> None:
+        """Blocks from where they lie in the arena onto a card; returns when all are there."""
+        missing = {block: at for block, at in parcel.items() if block not in self.homes.offsets}
+        if missing:
+            self.disk_lane.call("load", missing).result()
+        link.call("move", [(block, at, targets[block]) for block, at in parcel.items()]).result()
+
+    def _landings(self, blocks: Iterable[int]) -> Iterator[dict[int, int]]:
+        """Blocks with the arena offsets they are copied from: at home, or in the landing place."""
+        start, end = self._layout.landing, self._layout.landing + self._layout.landing_nbytes
+        parcel: dict[int, int] = {}
+        at = start
+        for block in blocks:
+            if block in self.homes.offsets:
+                parcel[block] = self.homes.offsets[block]
+                continue
+            nbytes = self._blueprint.sources[block].held_nbytes
+            if at + nbytes > end:
+                yield parcel
+                parcel, at = {}, start
+            parcel[block] = at
+            at += nbytes
+        if parcel:
+            yield parcel
 
     def expand_first(self, placement: Placement, tell: Progress) -> None:
         """Make the expanded copies of a placement that is published; before any step runs."""
@@ -445,7 +502,8 @@ class Crew:
         for link, each in zip(self.links, moves.taken[1:], strict=True):
             if each.offsets:
                 moves.later.append((link, each.offsets))
-                self._read_for_cards(moves, each.offsets)
+                if not self._has_cards:
+                    self._read_for_cards(moves, each.offsets)
         return moves
 
     def go_on_moving(self, moves: Moves) -> bool:
@@ -497,6 +555,12 @@ class Crew:
 
     def _move_to_cards(self, moves: Moves) -> None:
         """Out of RAM where a block is there; else off the disk, and then the time of its copy."""
+        if self._has_cards:
+            for link, offsets in moves.later:
+                for parcel in self._landings(sorted(offsets)):
+                    self._move_parcel(link, parcel, offsets)
+            moves.later = []
+            return
         wanted = {number: at for _, offsets in moves.later for number, at in offsets.items()}
         if self._read_for_cards(moves, wanted):
             return  # homes have been dropped meanwhile
@@ -509,6 +573,8 @@ class Crew:
         moves.later = []
 
     def _misfit(self, placement: Placement) -> str | None:
+        if self._has_cards and _heads_on_cards(placement) != _heads_on_cards(self.placement):
+            return "keys and values stay where they are while an engine runs on cards"
         if placement.sweep and placement.num_slots != self._layout.num_slots:
             return (
                 f"the ring has {self._layout.num_slots} slots, laid out at the start; "
@@ -535,8 +601,7 @@ class Crew:
                 each.result()
         moves.pending, moves.later = [], []
         for each in moves.taken:
-            for offset, nbytes in each.homes.drop(each.offsets):
-                self._arena.release(offset, nbytes)
+            self._drop(each.homes, list(each.offsets))
         moves.taken = []
         if moves.placement in self._arriving:
             self._arriving.remove(moves.placement)
@@ -558,8 +623,25 @@ class Crew:
     def _drop_copies(self, blocks: Iterable[int]) -> None:
         for block in list(blocks):
             self._copies.discard(block)
-            self._arena.release(self._layout.expanded[block], self._copy_nbytes(block))
+            self._release(self._layout.expanded[block], self._copy_nbytes(block))
 
     def _drop(self, homes: Homes, blocks: Iterable[int]) -> None:
         for offset, nbytes in homes.drop(blocks):
+            self._release(offset, nbytes)
+
+    def _release(self, offset: int, nbytes: int) -> None:
+        """Give room back to the system, unless a card may have pinned it (or it is the card's)."""
+        if not self._has_cards:
             self._arena.release(offset, nbytes)
+
+
+def _heads_on_cards(placement: Placement) -> set[tuple[str, str, Share]]:
+    """(phase, group, share) of all that cards attend with."""
+    phases: tuple[Phase, Phase] = ("decode", "prefill")
+    return {
+        (phase, name, share)
+        for phase in phases
+        for name, shares in placement.shares_of(phase).items()
+        for share in shares
+        if name.endswith(".attn") and share.lane.startswith("gpu:")
+    }

@@ -151,7 +151,9 @@ class Engine:
         first = self._first_placement(profile)
         emulated = self.settings.emulated
         self.layout = plan_layout(self.blueprint, first, is_emulated=emulated is not None)
-        touched = sum(card.total_nbytes - card.kv_nbytes for card in first.cards)
+        touched = self.layout.landing_nbytes
+        if emulated is not None:  # cards' memory is here, too
+            touched = sum(card.total_nbytes - card.kv_nbytes for card in first.cards)
         check_room(self.layout.budget_start + first.total_nbytes + touched)
         arena = self.arena = Arena.create(self.layout.nbytes, str(self.files.root))
         experts = self.blueprint.catalog.experts
@@ -178,6 +180,7 @@ class Engine:
             tell("compiling kernels, once", None)
         for each in opened:
             each.result()
+        self.crew.load_cards(tell)
         answers = self.crew.publish(first)
         self.crew.switch(first, is_first=True)
         self.shadow.first_acknowledged(answers, self.step + 1)

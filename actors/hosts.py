@@ -22,6 +22,7 @@ from shadowlane.planner.shadow import PlannerState
 if TYPE_CHECKING:  # a process imports what its lane needs, and nothing before it must
     from shadowlane.actors.arena import ArenaHandle, ArenaLayout
     from shadowlane.actors.blueprint import Blueprint
+    from shadowlane.actors.cuda.runtime import CardRuntime
 
 
 STANDS_IN = (-1,)  # the cores of a lane that stands in for a card: one thread, anywhere
@@ -73,8 +74,11 @@ class Host(Protocol):
 
     def start_cpu(self, number: int, cores: Sequence[int]) -> Remote: ...
 
-    def start_card(self, number: int, card: int) -> Remote:
-        """A compute lane that stands in for a card; number: its place among all compute lanes."""
+    def start_card(self, number: int, card: int, *, is_emulated: bool) -> Remote:
+        """The compute lane of a card; number: its place among all compute lanes.
+
+        is_emulated: a processor's, that stands in for a card which is not here.
+        """
         ...
 
     def start_link(self, card: int) -> Remote: ...
@@ -124,6 +128,52 @@ class CpuLaneHost:
     def stop(self) -> None:
         if self._lane is not None:
             self._lane.stop()
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._lane, method)
+
+
+class CardLaneHost:
+    """The lane of a card that is here, before and after it has an arena."""
+
+    def __init__(self, number: int, card: int, ordinal: int, span: Any = None) -> None:
+        """ordinal: of the card, as this process sees it."""
+        self._number, self._card, self._ordinal = number, card, ordinal
+        self._span = span
+        self._lane: Any = None
+        self._is_running = False
+
+    def make_ready(self) -> None:
+        """Load what the lane runs, while the engine is still reading headers and planning."""
+        from shadowlane.actors import card_lane  # noqa: F401
+        from shadowlane.ops.warm import warm_counters
+
+        warm_counters()
+
+    def make_runtime(self) -> CardRuntime:
+        """Torch on the card. Raises CudaError where there is none."""
+        from shadowlane.actors.cuda.runtime import CudaRuntime
+
+        return CudaRuntime(self._ordinal)
+
+    def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
+        """Map the arena and take the card's memory. Raises MemoryError, CudaError."""
+        runtime = self.make_runtime()
+        from shadowlane.actors.card_lane import CardLane
+
+        where = (self._number, self._card, runtime, blueprint, layout, handle)
+        self._lane = CardLane(*where, span=self._span, ordinal=self._ordinal)
+
+    def run(self) -> Any:
+        self._is_running = True
+        return self._lane.run()
+
+    def stop(self) -> None:
+        if self._lane is None:
+            return
+        self._lane.stop()
+        if not self._is_running:
+            self._lane.close()
 
     def __getattr__(self, method: str) -> Any:
         return getattr(self._lane, method)
@@ -278,8 +328,9 @@ class ThreadHost:
     def start_cpu(self, number: int, cores: Sequence[int]) -> Remote:
         return _LocalRemote(f"cpu:{number}", CpuLaneHost(number, cores), self._pool)
 
-    def start_card(self, number: int, card: int) -> Remote:
-        return _LocalRemote(f"gpu:{card}", CpuLaneHost(number, STANDS_IN), self._pool)
+    def start_card(self, number: int, card: int, *, is_emulated: bool) -> Remote:
+        lane = CpuLaneHost(number, STANDS_IN) if is_emulated else CardLaneHost(number, card, card)
+        return _LocalRemote(f"gpu:{card}", lane, self._pool)
 
     def start_link(self, card: int) -> Remote:
         return _LocalRemote(f"h2d:{card}", TransferLaneHost(card), self._pool)

@@ -18,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from shadowlane.actors.hosts import (
     STANDS_IN,
+    CardLaneHost,
     CpuLaneHost,
     DiskLaneHost,
     LaneDied,
@@ -85,6 +86,18 @@ class ReadyEarly:
 class CpuLaneActor(CpuLaneHost, ReadyEarly, CallByName):
     def __init__(self, number: int, cores: Sequence[int]) -> None:
         super().__init__(number, cores, ray_span)
+        self.start_making_ready()
+
+    def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
+        end_with(handle.pid)
+        super().open(blueprint, layout, handle)
+
+
+class CardLaneActor(CardLaneHost, ReadyEarly, CallByName):
+    """Ray shows it one card, which is number 0 to this process."""
+
+    def __init__(self, number: int, card: int) -> None:
+        super().__init__(number, card, 0, ray_span)
         self.start_making_ready()
 
     def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
@@ -248,9 +261,12 @@ class RayHost:
         early = self._early.pop(("cpu", number, tuple(cores)), None)
         return RayRemote(f"cpu:{number}", early or start_actor(CpuLaneActor, number, tuple(cores)))
 
-    def start_card(self, number: int, card: int) -> Remote:
-        early = self._early.pop(("cpu", number, STANDS_IN), None)
-        return RayRemote(f"gpu:{card}", early or start_actor(CpuLaneActor, number, STANDS_IN))
+    def start_card(self, number: int, card: int, *, is_emulated: bool) -> Remote:
+        if is_emulated:
+            early = self._early.pop(("cpu", number, STANDS_IN), None)
+            return RayRemote(f"gpu:{card}", early or start_actor(CpuLaneActor, number, STANDS_IN))
+        early = self._early.pop(("card", number, card), None)
+        return RayRemote(f"gpu:{card}", early or start_card_actor(number, card))
 
     def start_link(self, card: int) -> Remote:
         early = self._early.pop(("link", card), None)
@@ -269,6 +285,12 @@ def start_actor(kind: type, *args: Any) -> Any:
     return ray.remote(num_cpus=0, max_concurrency=LANE_THREADS)(kind).remote(*args)
 
 
+def start_card_actor(number: int, card: int) -> Any:
+    """Ray counts cards, and shows each such actor another one, in their order."""
+    kind = ray.remote(num_cpus=0, num_gpus=1, max_concurrency=LANE_THREADS)(CardLaneActor)
+    return kind.remote(number, card)
+
+
 def start_lanes(settings: EngineSettings) -> dict[LaneKey, Any]:
     """Actors of the lanes that an engine of these settings will ask for."""
     lanes: dict[LaneKey, Any] = {
@@ -277,7 +299,10 @@ def start_lanes(settings: EngineSettings) -> dict[LaneKey, Any]:
     }
     for card in range(len(settings.cards)):
         number = len(settings.cores) + card
-        lanes["cpu", number, STANDS_IN] = start_actor(CpuLaneActor, number, STANDS_IN)
+        if settings.emulated is not None:
+            lanes["cpu", number, STANDS_IN] = start_actor(CpuLaneActor, number, STANDS_IN)
+        else:
+            lanes["card", number, card] = start_card_actor(number, card)
         lanes["link", card] = start_actor(TransferLaneActor, card)
     reading = settings.depth, settings.direct, settings.prefetch
     lanes["disk", *reading] = start_actor(DiskLaneActor, *reading)

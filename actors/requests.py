@@ -28,7 +28,7 @@ def request_of(options: Options, settings: EngineSettings) -> Request:
         num_slots=settings.num_slots,
         expand=settings.expand,
         subchunks=settings.subchunks,
-        machine=settings.emulated.hardware if settings.emulated else None,
+        machine=settings.emulated.hardware if settings.emulated else settings.machine,
         cards=tuple(card.memory for card in settings.cards),
         strategy=settings.strategy,
         strategy_layers=settings.strategy_layers,

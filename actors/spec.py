@@ -84,6 +84,7 @@ class EngineSettings:
     expert_policy: str | None = None  # a name of POLICIES that stays; None: they compete
     cards: tuple[CardSettings, ...] = ()
     emulated: Emulated | None = None  # the machine whose speed lanes are to have
+    machine: Hardware | None = None  # with cards that are here: what was measured of this one
     strategy: str = "auto"  # of placing groups over cards: searched for, or a layout by hand
     strategy_layers: int | None = None  # of a layout that counts layers; None: the best number
     spin_us: int = (

@@ -4,8 +4,8 @@ In each step they come round in the same order, into a ring of slots in the card
 lane may go on with what the next step will want as soon as slots are free. A step of another phase
 or under another placement wants something else: what was copied ahead for nothing is dropped.
 
-Here cards are emulated: a copy goes from one part of the arena to another, and is held until the
-modelled link would have it there. This process needs no torch.
+How a copy is done, by a card or by the model of a link, is in `link_copies.py`. This process needs
+no torch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from random import Random
 
 import numpy as np
 
 from shadowlane.actors.arena import (
-    LINK_COUNTER,
-    LINK_SPAN_FIELDS,
-    LINK_SPAN_RING,
     LINK_STATISTICS,
     RECORD_RING,
     STEP_COUNTER,
@@ -30,23 +26,24 @@ from shadowlane.actors.arena import (
     ArenaLayout,
 )
 from shadowlane.actors.blueprint import Blueprint
-from shadowlane.ops import emulated as law
-from shadowlane.ops import table as t
-from shadowlane.ops.atomics import (
-    WAIT_OK,
-    counter_value,
-    now_ns,
-    publish,
-    wait_counter,
+from shadowlane.actors.copy_ring import CopyRing, RingCopier
+from shadowlane.actors.link_copies import (
+    BUSY_NS,
+    LOOK_UP_NS,
+    MOVED_NBYTES,
+    NUM_SPANS,
+    SWEEP_NBYTES,
+    CardCopies,
+    Copies,
+    EmulatedCopies,
 )
+from shadowlane.ops import table as t
+from shadowlane.ops.atomics import counter_value, wait_counter
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program, Read
 
-LOOK_UP_NS = 100_000_000
-
-# fields of the lane's statistics, int64
-SWEEP_NBYTES, MOVED_NBYTES, BUSY_NS, NUM_SPANS = range(4)
+__all__ = ["BUSY_NS", "MOVED_NBYTES", "NUM_SPANS", "SWEEP_NBYTES", "TransferLane"]
 
 Span = Callable[[str], AbstractContextManager[object]]
 
@@ -82,17 +79,15 @@ class TransferLane:
         self._arena = Arena.attach(handle)
         self._span = span or (lambda name: nullcontext())
         self._statistics = self._arena.view(layout.links[card], np.int64, LINK_STATISTICS)
-        self._spans = self._arena.view(
-            layout.links[card] + LINK_STATISTICS * 8, np.int64, LINK_SPAN_RING, LINK_SPAN_FIELDS
-        )
-        self._law = self._arena.view(
-            layout.laws[len(layout.lanes) + card], np.float64, law.LAW_FIELDS
-        )
-        self._load = self._arena.view(layout.loads, np.float64, law.LOADS)
-        self._random = Random(int(self._law[law.SEED]))
-        self._link = threading.Lock()  # one copy at a time: a card's copy engine
-        self._transfers: dict[tuple[int, Phase], Transfers] = {}
         self._stopping = threading.Event()
+        self._copies: Copies
+        if layout.is_emulated:
+            self._copies = EmulatedCopies(self._arena, layout, card)
+        else:
+            ring = CopyRing(self._arena, layout.copy_rings[card], layout.abort)
+            copier = RingCopier(ring)
+            self._copies = CardCopies(self._arena, layout, card, copier, self._stopping.is_set)
+        self._transfers: dict[tuple[int, Phase], Transfers] = {}
         self._last_step = counter_value(self._address(STEP_COUNTER))
         self.error: str | None = None
 
@@ -130,18 +125,15 @@ class TransferLane:
         }
 
     def move(self, moves: Sequence[tuple[int, int, int]]) -> int:
-        """Copy blocks, or experts, beside the sweep: (block, from, to), arena offsets. Returns the
-        bytes.
-
-        One that is in its place already (from = to) takes the time of its copy alone: the disk
-        lane has written it there, where on a machine with a card it would have gone through RAM.
-        """
+        """Copy blocks beside the sweep: (block, from, to), offsets. Returns the bytes."""
         moved = 0
         for block, source, target in moves:
             if self._stopping.is_set() or counter_value(self._arena.base + self._layout.abort):
                 raise ValueError(f"h2d:{self.card}: stopped while blocks were moved")
-            moved += self._copy(block, source, target, step=0)
-            self._statistics[MOVED_NBYTES] += self._sizes[block]
+            nbytes = self._sizes[block]
+            self._copies.move(block, nbytes, source, target)
+            self._statistics[MOVED_NBYTES] += nbytes
+            moved += nbytes
         return moved
 
     def stop(self) -> None:
@@ -156,33 +148,8 @@ class TransferLane:
             self._arena.view(self._layout.abort, np.int32, 1)[0] = 1
         return self.error
 
-    # -- copies
-
     def _address(self, counter: int) -> int:
         return self._arena.base + self._layout.counter(counter)
-
-    def _copy(self, block: int, source: int, target: int, step: int) -> int:
-        """One block; lasts as long as its link would take."""
-        nbytes = self._sizes[block]
-        memory = self._arena.memory
-        with self._link:
-            started = now_ns()
-            rate = float(self._law[law.BYTES_PER_S])
-            self._load[self.card] = rate
-            if source != target:
-                memory[target : target + nbytes] = memory[source : source + nbytes]
-            number = int(self._statistics[NUM_SPANS])
-            factor = max(0.5, self._random.gauss(1.0, float(self._law[law.JITTER])))
-            seconds = nbytes / rate * factor + float(self._law[law.LAUNCH_S])
-            end_ns = started + int(seconds * self._law[law.SLOWED] * 1e9)
-            address = self._arena.base + self._layout.laws[len(self._layout.lanes) + self.card]
-            law.sleep_until(end_ns, address, self._arena.base + self._layout.abort)
-            self._load[self.card] = 0.0
-            ended = now_ns()
-            self._spans[number % LINK_SPAN_RING] = (step, block, started, ended, nbytes)
-            self._statistics[NUM_SPANS] += 1
-            self._statistics[BUSY_NS] += ended - started
-        return nbytes
 
 
 class _Sweeps:
@@ -210,10 +177,9 @@ class _Sweeps:
                 wait_counter(lane._address(STEP_COUNTER), self._step + 1, abort, 0, LOOK_UP_NS)
                 continue
             freed = self._free_at.get(self._next - lane._where.num_slots)
-            if freed is not None:
-                status = wait_counter(lane._address(lane._number), freed, abort, 0, LOOK_UP_NS)
-                if status != WAIT_OK:
-                    continue
+            card = lane._address(lane._number)
+            if freed is not None and not lane._copies.wait_for(card, freed):
+                continue
             self._copy_next(ahead)
 
     def _begin_step(self) -> None:
@@ -256,9 +222,10 @@ class _Sweeps:
         slot = ordinal % lane._where.num_slots
         target = lane._where.ring + slot * lane._where.slot_nbytes
         block = now.blocks[place]
-        nbytes = lane._copy(block, now.sources[place], target, self._step + ahead)
-        lane._statistics[SWEEP_NBYTES] += nbytes
+        nbytes = lane._sizes[block]
         self._free_at[ordinal] = self._card_base + ahead * now.card_length + now.free_after[place]
         self._free_at.pop(ordinal - 2 * lane._where.num_slots, None)
         self._next = ordinal + 1
-        publish(lane._address(LINK_COUNTER + lane.card), self._next)
+        step = self._step + ahead
+        lane._copies.bring(block, nbytes, now.sources[place], target, self._next, step)
+        lane._statistics[SWEEP_NBYTES] += nbytes

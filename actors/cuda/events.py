@@ -116,6 +116,9 @@ class Events:
             loop()
         except CudaError as error:  # the next call on a stream raises it
             self._failure = self._failure or error
+        except Exception as error:  # of a kernel's code, which has run in this thread
+            failed = CudaError("work of a stream", type(error).__name__, str(error))
+            self._failure = self._failure or failed
 
     def _feed(self, line: Line) -> None:
         while (work := line.todo.get()) is not None:

@@ -29,7 +29,7 @@ from shadowlane.emulate import emulated_machine, strategy_of
 from shadowlane.models import resolve_model
 from shadowlane.ops.sampling import SamplingParams
 from shadowlane.prompts import as_ids, as_messages, as_prompt, as_prompts, checked_params
-from shadowlane.sizes import format_size, free_ram, parse_size
+from shadowlane.sizes import free_ram, parse_size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shadowlane.actors.cluster import Cluster
     from shadowlane.actors.spec import CardSettings, Chunk, DataType, Emulated, KvType, ServiceSpec
     from shadowlane.ops.pack import PackLayout
+    from shadowlane.planner.hardware import Hardware as PlannerHardware
     from shadowlane.planner.placement import Expand
 
 Progress = Callable[[str, float | None], None]
@@ -383,16 +384,19 @@ def make_spec(
     fixed_costs: float = 1.0,
     disturb: Sequence[str] = (),
 ) -> ServiceSpec:
-    """What is to be served, with every default decided. Reads nothing of the model."""
+    """What is to be served, with every default decided.
+
+    Reads nothing of the model, unless cards that are here are to be used: then it times the disk.
+    """
     from shadowlane.actors.machine import assign_cores
     from shadowlane.actors.spec import PREFILL_CHUNK, SPIN_US, EngineSettings, Options, ServiceSpec
     from shadowlane.ops.table import FEW_ROWS
     from shadowlane.planner.experts import policy_named
 
     machine = {"slowed": slowed, "emulate_seed": emulate_seed, "disturb": disturb}
-    cards, emulated = _machine(hardware, gpu_memory, fixed_costs, **machine)
+    cards, emulated, measured = _machine(path, hardware, gpu_memory, fixed_costs, **machine)
     layout, layers = strategy_of(strategy, gpu_layers, cpu_moe, n_cpu_moe)
-    if emulated is None and layout != "auto":
+    if not cards and emulated is None and layout != "auto":
         raise ValueError("strategy needs hardware: without cards there is nothing to place on them")
     threads = None if cpu_threads is None else whole_number("cpu_threads", cpu_threads, 1)
     cores, notes = assign_cores(threads, whole_number("cpu_workers", cpu_workers, 1))
@@ -410,13 +414,15 @@ def make_spec(
         ram=_ram(ram, emulated),
         cards=cards,
         emulated=emulated,
+        machine=measured,
         strategy=layout,
         strategy_layers=layers,
         cores=tuple(cores),
         expand=_expand(expand, is_budget_named=ram is not None),
         direct=switch("direct_io", direct_io),
         prefetch=switch("prefetch", prefetch),
-        replan=switch("replan", replan),
+        # NOTE: how long a card was busy is not measured yet, so a shadow would learn from nothing.
+        replan=switch("replan", replan) and measured is None,
         shares=None if shares is None else lane_shares(shares, len(cores)),
         spin_us=SPIN_US if spin_us is None else whole_number("spin_us", spin_us, 0, MAX_SPIN_US),
         subchunks=None if subchunks is None else whole_number("subchunks", subchunks, 1),
@@ -428,20 +434,29 @@ def make_spec(
 
 
 def _machine(
-    hardware: str | Path | None, gpu_memory: str | int | None, fixed_costs: float, **how: Any
-) -> tuple[tuple[CardSettings, ...], Emulated | None]:
+    model: Path,
+    hardware: str | Path | None,
+    gpu_memory: str | int | None,
+    fixed_costs: float,
+    **how: Any,
+) -> tuple[tuple[CardSettings, ...], Emulated | None, PlannerHardware | None]:
+    """Cards, the machine that is emulated, and what was measured of the one that is here."""
     if hardware is not None:
         how["seed"] = how.pop("emulate_seed")
-        return emulated_machine(hardware, gpu_memory, fixed_costs=fixed_costs, **how)
+        return (*emulated_machine(hardware, gpu_memory, fixed_costs=fixed_costs, **how), None)
     for name, value in how.items():
         if value not in (None, ()):
             raise ValueError(f"{name} needs hardware, the machine that is to be emulated")
-    if gpu_memory is not None and str(gpu_memory).strip() != "0":
-        got = format_size(parse_size(gpu_memory, "gpu_memory"))
-        raise ValueError(
-            f"gpu_memory must be 0 without a hardware file: no card is served yet; got {got}"
-        )
-    return (), None
+    if gpu_memory is None or str(gpu_memory).strip() == "0":
+        return (), None, None
+    from shadowlane.actors.spec import CardSettings
+    from shadowlane.card_budget import check_card_budget
+
+    check_card_budget(gpu_memory)
+    from shadowlane.actors.cards_here import cards_here
+
+    budgets, measured = cards_here(gpu_memory, model)
+    return tuple(CardSettings(nbytes) for nbytes in budgets), None, measured
 
 
 def _ram(asked: str | int | None, emulated: Emulated | None) -> int:

@@ -54,8 +54,8 @@ class MortalHost(ThreadHost):
     def start_planner(self) -> Remote:
         return Mortal(super().start_planner())
 
-    def start_card(self, *args: Any) -> Remote:
-        return Mortal(super().start_card(*args))
+    def start_card(self, *args: Any, **kwargs: Any) -> Remote:
+        return Mortal(super().start_card(*args, **kwargs))
 
     def start_link(self, *args: Any) -> Remote:
         return Mortal(super().start_link(*args))

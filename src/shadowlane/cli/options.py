@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shadowlane.arguments import DTYPES, KV_NAMES, PACK_NAMES
+from shadowlane.card_budget import check_card_budget
 from shadowlane.emulate import STRATEGIES
 from shadowlane.models import DEFAULT_MODEL
-from shadowlane.sizes import format_size, parse_size
+from shadowlane.sizes import parse_size
 
 if TYPE_CHECKING:
     from shadowlane import LLM, SamplingParams
@@ -109,8 +110,8 @@ GpuMemory = Annotated[
     option(
         "--gpu-memory",
         metavar="SIZE",
-        help="Most memory of each card to use, or one size for each: 6GiB,4GiB. Cards are emulated "
-        "so far, and come with --hardware; without it only 0 is accepted.",
+        help="Most memory of each card to use, or one size for each: 6GiB,4GiB; auto: what is "
+        "free, less a headroom. Without --hardware these are the cards that are here.",
         rich_help_panel=_MEMORY,
     ),
 ]
@@ -411,11 +412,8 @@ class EngineOptions:
         from shadowlane.actors.machine import assign_cores
 
         self.ram_nbytes()
-        if self.hardware is None and self.gpu_memory not in (None, "0"):
-            size = format_size(parse_size(self.gpu_memory or "0", "gpu_memory"))
-            raise ValueError(
-                f"gpu_memory must be 0 without a hardware file: no card is served yet; got {size}"
-            )
+        if self.hardware is None and self.gpu_memory is not None:
+            check_card_budget(self.gpu_memory)
         assign_cores(self.cpu_threads, self.cpu_workers)
 
     def ram_nbytes(self) -> int | None:

@@ -1,0 +1,434 @@
+"""The lane of a CUDA card: gives whole steps to a stream ahead of time, and lets the card wait.
+
+Between two steps this lane's thread reads the record. Then it submits the step: for each
+instruction waits for other lanes' counters, kernels that fetch activations, compute, and leave
+behind what others read, and the write of its own counter. Nothing of it waits for the card. A
+thread beside it serves the copies of this card's transfer lane (`copy_ring.py`), so that one
+context and one set of pinned pages is enough.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+
+import numpy as np
+import torch
+
+from shadowlane.actors.arena import (
+    LINK_COUNTER,
+    MOVE_COUNTER,
+    PROBE_COUNTER,
+    RECORD_RING,
+    STEP_COUNTER,
+    Arena,
+    ArenaHandle,
+    ArenaLayout,
+)
+from shadowlane.actors.blueprint import Blueprint
+from shadowlane.actors.card_copier import Regions
+from shadowlane.actors.card_program import (
+    CardInstruction,
+    CardProgram,
+    block_at,
+    compile_program,
+)
+from shadowlane.actors.copier import StreamCopier
+from shadowlane.actors.copy_ring import CopyRing, CopyThread
+from shadowlane.actors.cuda.bells import Bells
+from shadowlane.actors.cuda.driver import CudaError
+from shadowlane.actors.cuda.memory import CardMemory
+from shadowlane.actors.cuda.runtime import CardRuntime
+from shadowlane.actors.cuda.streams import CardStreams
+from shadowlane.actors.cuda.watchdog import Watchdog
+from shadowlane.ops import table as t
+from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, counter_value, wait_counter
+from shadowlane.ops.card.buffers import CardGeometry, StepRows
+from shadowlane.ops.card.operators import CardOperators
+from shadowlane.ops.card.products import CardBlock
+from shadowlane.ops.card.shares import Span, of_width
+from shadowlane.planner.placement import Placement, show_nbytes
+from shadowlane.planner.profile import Phase
+from shadowlane.planner.program import Program
+
+LOOK_UP_NS = 100_000_000
+JOIN_S = 5.0  # what the copy thread may take to see that all ends
+SHARED = (  # buffers that lanes exchange
+    "residual",
+    "qkv",
+    "attended",
+    "attended_chunk",
+    "activated",
+    "activated_chunk",
+    "logits",
+    "router",
+)
+WORDS = {4: torch.int32, 2: torch.int16}
+Records = Callable[[str], AbstractContextManager[object]]
+
+
+class CardLane:
+    """One card. `run` is the lane's loop; `adopt` and `retire` may be called beside it."""
+
+    def __init__(
+        self,
+        number: int,
+        card: int,
+        runtime: CardRuntime,
+        blueprint: Blueprint,
+        layout: ArenaLayout,
+        handle: ArenaHandle,
+        span: Records | None = None,
+        ordinal: int = 0,
+    ) -> None:
+        """number: among all compute lanes; card: among cards; ordinal: the driver's, here.
+
+        Raises MemoryError where the card has not what the budget promises, CudaError where its
+        streams cannot reach the arena.
+        """
+        self.number, self.card = number, card
+        self.name = layout.lanes[number]
+        self._runtime, self._blueprint, self._layout = runtime, blueprint, layout
+        self._where = layout.cards[card]
+        self._span = span or (lambda name: nullcontext())
+        self._arena = Arena.attach(handle)
+        self._programs: dict[tuple[int, Phase], CardProgram] = {}
+        self._operators: CardOperators | None = None
+        self._blocks: dict[tuple[int, int], CardBlock] = {}  # (block, slot) -> what is brought
+        self._adopting = threading.Lock()
+        self._stopping = threading.Event()
+        self._last_step = counter_value(self._address(STEP_COUNTER))
+        self.error: str | None = None
+        self._ordinal = ordinal
+        with ExitStack() as closing:
+            self._open(closing)
+            self._closing = closing.pop_all()
+
+    def _open(self, closing: ExitStack) -> None:
+        driver, layout, arena = self._runtime.driver, self._layout, self._arena
+        ordinal = self._ordinal
+        driver.set_device(ordinal)
+        nbytes = self._where.weights + self._where.weights_nbytes
+        try:
+            memory = CardMemory.allocate(driver, max(nbytes, 1))
+        except CudaError as error:
+            raise MemoryError(
+                f"{self.name}: {show_nbytes(nbytes)} of its budget: {error}"
+            ) from None
+        closing.callback(memory.close)
+        words = layout.counter(PROBE_COUNTER + 2 * self.card)
+        regions = Regions(layout.pinned, layout.pinned_weights, layout.abort, words)
+        access = regions.pin(driver, arena)
+        closing.callback(access.close)
+        if not access.pinned.holds(arena.base + layout.pinned[0], layout.pinned[1]):
+            raise CudaError("pinning activations", access.reason)
+        abort = arena.base + layout.abort
+        self.access = access
+        self.streams = CardStreams(driver, ordinal, access.pinned, abort, arena.base + words)
+        closing.callback(self.streams.close)
+        self._stream = self.streams.open()
+        copying = self.streams.open()
+        watchdog = Watchdog(self.streams)
+        closing.callback(watchdog.close)
+        if self.streams.mode == "memops":
+            rung = (self.number, LINK_COUNTER + self.card, MOVE_COUNTER + self.card)
+            closing.callback(Bells(self._address(each) for each in rung).close)
+        self._memory = self._runtime.view(memory.address, memory.nbytes, memory)
+        self._shared = {name: self._shared_view(name) for name in SHARED}
+        copier = StreamCopier(copying, arena, memory, layout.abort, staging=access.staging)
+        ring = CopyRing(arena, layout.copy_rings[self.card], layout.abort)
+        self._copies = CopyThread(ring, copier, lambda: driver.set_device(ordinal))
+        closing.callback(self._end_copies)
+
+    def _shared_view(self, name: str) -> torch.Tensor:
+        """A buffer of the arena as the card sees it, uint8 and flat."""
+        at, layout = self._layout.scratch[name], self._layout
+        nbytes = getattr(self._blueprint.scratch[layout.subchunks], name)
+        address = self.access.pinned.mapped(self._arena.base + at)
+        return self._runtime.view(address, nbytes, None) if nbytes else torch.empty(0)
+
+    def _address(self, counter: int) -> int:
+        return self._arena.base + self._layout.counter(counter)
+
+    # -- calls from the engine
+
+    def adopt(
+        self,
+        placement: Placement,
+        programs: Mapping[Phase, Mapping[str, Program]],
+        homes: Mapping[int, int],
+    ) -> int:
+        """Make a placement ready. Returns its id, as acknowledgement.
+
+        programs: of all lanes, by phase; homes: where on the card the blocks lie that live there.
+        Raises ValueError for one that wants other keys and values on the card than it holds.
+        """
+        compiled: dict[Phase, CardProgram] = {}
+        for phase in ("decode", "prefill"):
+            compiled[phase] = compile_program(
+                self._blueprint,
+                self._layout,
+                placement,
+                programs.get(phase, programs["decode"]),
+                self.name,
+                phase,
+                homes,
+                self._memory,
+            )
+        with self._adopting:
+            if self._operators is None:
+                self._operators = self._make_operators(_heads_of(compiled.values()))
+            held = self._operators.cache.layers
+            for layer, (first, last) in _heads_of(compiled.values()).items():
+                there = held.get(layer)
+                if there is None or not there.first <= first <= last <= there.last:
+                    raise ValueError(f"KV heads {first} to {last} of layer {layer} are elsewhere")
+        new = {(placement.placement_id, phase): each for phase, each in compiled.items()}
+        self._programs = {**self._programs, **new}
+        return placement.placement_id
+
+    def retire(self, placement_id: int) -> None:
+        """Forget a placement that no step will use again."""
+        self._programs = {
+            key: value for key, value in self._programs.items() if key[0] != placement_id
+        }
+
+    def _make_operators(self, kv_heads: Mapping[int, tuple[int, int]]) -> CardOperators:
+        blueprint, layout = self._blueprint, self._layout
+        options = blueprint.options
+        constants = {
+            source.name: self._arena.view(
+                layout.constant_offsets[source.name], np.float32, math.prod(source.shape)
+            ).reshape(source.shape)
+            for source in blueprint.constants
+        }
+        return CardOperators(
+            blueprint.config,
+            blueprint.groups,
+            constants,
+            CardGeometry(
+                decode_rows=t.MAX_DECODE_ROWS,
+                chunk_rows=layout.subchunks * options.prefill_chunk,
+                logit_rows=options.step_logits,
+                sequences=options.max_batch,
+                pages_per_sequence=layout.max_pages,
+                num_pages=layout.num_pages,
+                page_tokens=blueprint.catalog.page_tokens,
+            ),
+            dtype=blueprint.dtype,
+            device=self._runtime.device,
+            embedding_layout=blueprint.embedding.layout,
+            kv_layout=blueprint.kv_layout,
+            kv_heads=kv_heads,
+            rope_interleaved=blueprint.rope_interleaved,
+            uses_triton=self._runtime.uses_triton,
+        )
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Give back all that was taken of the card. Only once `run` has ended, or never began."""
+        self._runtime.driver.set_device(self._ordinal)
+        self._closing.close()  # first: what the stream still has to do needs all of this
+        self._operators, self._programs, self._blocks = None, {}, {}
+        self._shared = {}
+        self._memory = torch.empty(0)
+
+    def _end_copies(self) -> None:
+        """The copy thread ends at the abort word; a lane that is closed without one sets it."""
+        if not self._copies.join(0.0):
+            self._arena.view(self._layout.abort, np.int32, 1)[0] = 1
+            if not self._copies.join(JOIN_S):
+                raise CudaError("closing the lane", "its copies do not end")
+
+    # -- steps
+
+    def run(self) -> str | None:
+        """Work until `stop` or the abort word. Returns the error that ended it, if any."""
+        try:
+            self._work()
+        except torch.OutOfMemoryError:
+            free, total = self._runtime.driver.memory_info()
+            self._fail(
+                f"out of memory beside {show_nbytes(self._memory.nbytes)} of weights and ring; "
+                f"{show_nbytes(free)} of {show_nbytes(total)} are free (a smaller gpu_memory "
+                "leaves more)"
+            )
+        except Exception as error:  # the lane's only report: engine and peers must be told
+            self._fail(f"{type(error).__name__}: {error}")
+        finally:
+            try:
+                self.close()
+            except CudaError as error:
+                self._fail(str(error))
+        return self.error
+
+    def _fail(self, reason: str) -> None:
+        self.error = self.error or f"{self.name}: {reason}"
+        self._arena.view(self._layout.abort, np.int32, 1)[0] = 1
+
+    def _work(self) -> None:
+        abort, steps = self._arena.base + self._layout.abort, self._address(STEP_COUNTER)
+        step = self._last_step
+        self._runtime.driver.set_device(self._ordinal)  # of this thread
+        while not self._stopping.is_set():
+            status = wait_counter(steps, step + 1, abort, 0, LOOK_UP_NS)
+            if self._copies.error is not None and status == WAIT_TIMED_OUT:
+                raise CudaError("copying", self._copies.error)
+            self._stream.is_idle()  # raises what a thread of its has failed with
+            if status == WAIT_TIMED_OUT:
+                continue
+            if status != WAIT_OK:
+                return
+            step = counter_value(steps)
+            with self._span(f"step {step}"):
+                self._submit_step(step)
+
+    def _submit_step(self, step: int) -> None:
+        layout = self._layout
+        record = layout.records + (step % RECORD_RING) * layout.record_nbytes
+        live = self._arena.view(record, np.int64, t.RECORD_HEADER_FIELDS)
+        header = live.copy()
+        phase: Phase = "decode" if header[t.PHASE] == t.DECODE else "prefill"
+        program = self._programs.get((int(header[t.PLACEMENT]), phase))
+        if program is None:
+            raise RuntimeError(f"no program for placement {int(header[t.PLACEMENT])}")
+        if not program.instructions:
+            return
+        operators = self._operators
+        assert operators is not None, "made with the first program"
+        rows, write = self._read_record(record, header, operators)
+        self._start(partial(_begin, operators, rows, write))
+        base = int(header[t.LANE_BASE + self.number])
+        for ordinal, each in enumerate(program.instructions):
+            for wait in each.waits:
+                value = int(header[wait.base]) + wait.rel
+                self._stream.wait_counter(self._address(wait.number), value)
+            if not live[t.IS_VOID]:  # of a void step the rest only retires
+                blocks = (*each.resident, *self._brought(each, header))
+                self._start(partial(self._compute, operators, each, blocks, rows))
+            self._stream.write_counter(self._address(self.number), base + ordinal + 1)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        self._stream.submit(lambda handle: self._runtime.launch(handle, work))
+
+    def _brought(self, each: CardInstruction, header: np.ndarray) -> list[CardBlock]:
+        """The blocks of an instruction that lie in slots of the ring in this step."""
+        found = []
+        base = int(header[t.LINK_BASE + self.card])
+        for block, place in each.brought:
+            slot = (base + place) % self._where.num_slots
+            key = (block, slot)
+            if key not in self._blocks:
+                at = self._where.ring + slot * self._where.slot_nbytes
+                self._blocks[key] = block_at(self._blueprint, block, self._memory, at)
+            found.append(self._blocks[key])
+        return found
+
+    def _read_record(
+        self, record: int, header: np.ndarray, operators: CardOperators
+    ) -> tuple[StepRows, Callable[[], None]]:
+        """What the step's shapes are, and how its numbers get to the card."""
+        layout, offsets = self._layout, self._layout.record_offsets
+        decode, prefill = int(header[t.NUM_DECODE]), int(header[t.NUM_PREFILL])
+        logits, count = int(header[t.NUM_LOGITS]), decode + prefill
+
+        def ints(name: str, length: int) -> list[int]:
+            found: list[int] = self._arena.view(record + offsets[name], np.int32, length).tolist()
+            return found
+
+        tokens, positions = ints("tokens", count), ints("positions", count)
+        sequences, logit_rows = ints("sequences", count), ints("logit_rows", logits)
+        rows = StepRows(
+            num_decode=decode,
+            num_prefill=prefill,
+            num_logits=logits,
+            context=max((position + 1 for position in positions[:decode]), default=0),
+            chunk_sequence=sequences[decode] if prefill else 0,
+            chunk_start=positions[decode] if prefill else 0,
+            subchunk_rows=int(header[t.SUBCHUNK_ROWS]) if prefill else 0,
+        )
+        slots = self._blueprint.options.max_batch
+        half = self._blueprint.config.head_dim // 2
+        pages = ints("pages", slots * layout.max_pages)
+        inv_freq = self._arena.view(record + offsets["inv_freq"], np.float32, slots, half).copy()
+        scaling = self._arena.view(record + offsets["scaling"], np.float32, slots).tolist()
+        used = sorted(set(sequences))
+        write = partial(
+            operators.inputs.write,
+            tokens,
+            positions,
+            sequences,
+            logit_rows,
+            {n: pages[n * layout.max_pages : (n + 1) * layout.max_pages] for n in used},
+            {n: (inv_freq[n], scaling[n]) for n in used},
+        )
+        return rows, write
+
+    # -- on the stream
+
+    def _compute(
+        self,
+        operators: CardOperators,
+        each: CardInstruction,
+        blocks: Sequence[CardBlock],
+        rows: StepRows,
+    ) -> None:
+        for span in each.crossings.fetched:
+            ours, theirs = self._places(operators, each.group, span, rows)
+            _copy(ours, theirs)
+        operators.compute(each.group, each.first_unit, each.last_unit, blocks, rows)
+        for span in each.crossings.left:
+            ours, theirs = self._places(operators, each.group, span, rows)
+            _copy(theirs, ours)
+
+    def _places(
+        self, operators: CardOperators, group: str, span: Span, rows: StepRows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns of a buffer on the card, and in the arena, for the rows of a step; as ints."""
+        buffer: torch.Tensor = getattr(operators.buffers, span.buffer)
+        word = WORDS[buffer.element_size()]
+        width = buffer.shape[1]
+        if span.buffer.startswith("activated"):  # rows are as wide as the group has them
+            parts = operators.groups[group]
+            width = parts.parts[0].rows if parts.kind == "gate_up" else parts.parts[0].cols
+        ours = of_width(buffer.view(word), width)
+        theirs = self._shared[span.buffer].view(word)
+        theirs = theirs[: ours.shape[0] * width].view(-1, width)
+        count = _num_rows(span.buffer, rows)
+        columns = slice(span.first, span.last)
+        return ours[:count, columns], theirs[:count, columns]
+
+
+def _begin(operators: CardOperators, rows: StepRows, write: Callable[[], None]) -> None:
+    write()
+    operators.begin(rows)
+
+
+def _num_rows(buffer: str, rows: StepRows) -> int:
+    if buffer.endswith("_chunk"):
+        return rows.num_prefill
+    if buffer in ("attended", "activated"):
+        return rows.num_decode
+    return rows.num_logits if buffer == "logits" else rows.num_rows
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """By a kernel, which reads and writes pinned memory in place: never by a copy engine, where
+    it would queue behind weights."""
+    if target.numel():
+        torch.bitwise_or(source, 0, out=target)
+
+
+def _heads_of(programs: Iterable[CardProgram]) -> dict[int, tuple[int, int]]:
+    """KV heads by layer that any of these programs attends with."""
+    found: dict[int, tuple[int, int]] = {}
+    for program in programs:
+        for layer, (first, last) in program.kv_heads.items():
+            before = found.get(layer, (first, last))
+            found[layer] = min(before[0], first), max(before[1], last)
+    return found

@@ -1,0 +1,93 @@
+"""Cards that are not there: lanes of cards over the recording driver, operators on the processor.
+
+Kernels are torch on the processor, run in the order of the recorded stream, over the plain memory
+that stands for that of the card.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import inprocess
+import pytest
+import torch
+from recording_driver import RecordingDriver
+
+from shadowlane.actors.cuda.runtime import CardRuntime
+from shadowlane.actors.hosts import CardLaneHost, Remote, _LocalRemote
+
+CARD_NBYTES = 4 << 30  # of which only what is touched is really taken
+
+
+class FakeRuntime:
+    uses_triton = False  # its interpreter patches what all threads share, and is slow
+
+    def __init__(self, driver: RecordingDriver) -> None:
+        self.driver = driver
+        self.device = torch.device("cpu")
+
+    def launch(self, stream: int, work: Callable[[], None]) -> None:
+        def kernel() -> None:
+            with torch.inference_mode():
+                try:
+                    work()
+                except BaseException as error:  # a card would report it at the next call
+                    self.driver.failed.append(error)
+
+        self.driver.launch(stream, kernel)
+
+    def view(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
+        host = self.driver.host_address(address, nbytes)
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(host), dtype=torch.uint8)
+
+
+class FakeDriver(RecordingDriver):
+    """A recording driver of one card, and what its kernels failed with."""
+
+    def __init__(self, **abilities: Any) -> None:
+        super().__init__(**{"card_nbytes": CARD_NBYTES, **abilities})
+        self.failed: list[BaseException] = []
+
+
+class FakeCardHost(CardLaneHost):
+    def __init__(self, number: int, card: int, driver: FakeDriver) -> None:
+        super().__init__(number, card, 0)
+        self._driver = driver
+
+    def make_runtime(self) -> CardRuntime:
+        return FakeRuntime(self._driver)
+
+
+@contextmanager
+def fake_cards(
+    patch: pytest.MonkeyPatch, cards: int = 1, base: type = inprocess.ScriptedHost, **abilities: Any
+) -> Iterator[list[FakeDriver]]:
+    """Engines that `running` starts get these cards. At the end nothing may be left of them."""
+    drivers = [FakeDriver(**abilities) for _ in range(cards)]
+
+    class Host(base):
+        def start_card(self, number: int, card: int, *, is_emulated: bool) -> Remote:
+            assert not is_emulated
+            lane = FakeCardHost(number, card, drivers[card])
+            return self.as_remote(_LocalRemote(f"gpu:{card}", lane, self._pool))
+
+        def as_remote(self, remote: Remote) -> Remote:
+            wrap = getattr(super(), "as_remote", None)
+            return remote if wrap is None else wrap(remote)
+
+    with patch.context() as here:
+        here.setattr(inprocess, "ScriptedHost", Host)
+        here.setattr(inprocess, "ThreadHost", Host) if base is inprocess.ThreadHost else None
+        try:
+            yield drivers
+        finally:  # the cause, where a test has failed for it
+            for driver in drivers:
+                assert not driver.failed, driver.failed
+    for driver in drivers:
+        assert driver.stuck() == {}, "no stream may be left waiting"
+        assert not any(driver.left().values()), driver.left()
+        assert driver.hazards == [], sorted(set(driver.hazards))
+        driver.shut_down()

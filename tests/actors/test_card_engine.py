@@ -1,0 +1,191 @@
+"""Lanes of CUDA cards over a recorded driver: logits and tokens as processors compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import inprocess
+import numpy as np
+import pytest
+from cards import drawn, machine_with
+from fake_card import FakeDriver, FakeRuntime, fake_cards
+from inprocess import AMPLE, ONE_THREAD, InProcess, running, small_blocks
+from mortal import Mortal, MortalHost, end_of, hear
+from recording_memory import MAPPED
+from tiny import tiny_tokens
+
+from shadowlane.actors import cards_here as here
+from shadowlane.actors.blueprint import Options
+from shadowlane.actors.cuda.driver import CudaError
+from shadowlane.actors.hosts import Remote
+from shadowlane.actors.spec import CardSettings
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.placement import Placement, Request
+
+OPTIONS = Options(context=128, prefill_chunk=24)
+PROMPT = tiny_tokens(41)
+TOLERANCE = 2e-4  # float32, in another order of addition
+
+
+class MortalScripted(inprocess.ScriptedHost, MortalHost):
+    """A planner by script, and lanes that can die."""
+
+    def as_remote(self, remote: Remote) -> Remote:
+        return Mortal(remote)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with small_blocks(4096):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> tuple[list[int], np.ndarray]:
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        return engine.generate(PROMPT), engine.logits(PROMPT)
+
+
+@contextmanager
+def on_cards(
+    model: Path, first: Callable[[Catalog, Request], Placement], cards: int = 1
+) -> Iterator[InProcess]:
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        first=first,
+        cards=(CardSettings(1 << 30),) * cards,
+        machine=machine_with(cards),
+    ) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_any_placement_gives_the_same_tokens(
+    model: Path,
+    expected: tuple[list[int], np.ndarray],
+    seed: int,
+    cards: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens, logits = expected
+    with fake_cards(monkeypatch, cards), on_cards(model, drawn(seed, cards), cards) as engine:
+        assert engine.generate(PROMPT) == tokens
+        assert np.abs(engine.logits(PROMPT) - logits).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("abilities", "mode", "is_staged"),
+    [
+        ({"has_memops": False}, "events", False),
+        ({"pin_limit": 48 << 20}, "memops", True),
+    ],
+)
+def test_without_memory_operations_or_without_pinned_weights(
+    model: Path,
+    expected: tuple[list[int], np.ndarray],
+    abilities: dict[str, Any],
+    mode: str,
+    is_staged: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_cards(monkeypatch, **abilities), on_cards(model, drawn(2, 1)) as engine:
+        lane = engine.engine.crew.cards[0]._target._lane  # type: ignore[attr-defined]
+        assert lane.streams.mode == mode
+        assert (lane.access.staging is not None) == is_staged
+        assert engine.generate(PROMPT) == expected[0]
+
+
+def test_waits_and_writes_of_a_stream_are_in_order(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counter of the lane rises by one for each instruction, after the kernels of each."""
+    with fake_cards(monkeypatch) as (driver,):
+        with on_cards(model, drawn(0, 1)) as engine:
+            engine.generate(PROMPT)
+            lane = engine.engine.crew.cards[0]._target._lane  # type: ignore[attr-defined]
+            counter = lane._address(lane.number) | MAPPED
+            stream = lane._stream.handle
+            retired = engine.engine.crew.lane_bases[lane.number]
+        done = [(name, arguments) for number, name, arguments in driver.done if number == stream]
+        written = [arguments[1] for name, arguments in done if name == "write_value"]
+        assert {arguments[0] for name, arguments in done if name == "write_value"} == {counter}
+        assert written == list(range(1, retired + 1))
+        kernels = sum(name == "kernel" for name, _ in done)
+        assert kernels == retired + engine.engine.steps_retired, "one more begins each step"
+        assert "copy" not in [name for name, _ in done], "activations pass no copy engine"
+
+
+@pytest.mark.parametrize("lane", ["gpu:0", "h2d:0", "cpu:0"])
+def test_death_fails_the_running_and_spares_the_next(
+    model: Path,
+    expected: tuple[list[int], np.ndarray],
+    lane: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        fake_cards(monkeypatch, base=MortalScripted),
+        on_cards(model, drawn(2, 1)) as engine,
+    ):
+        request = engine.submit(PROMPT, max_tokens=80)
+        hear(request, 3)
+        next(each for each in engine.engine.crew.all_lanes if each.name == lane).kill()
+        assert end_of(request).error == f"{lane}: its process died"
+        assert engine.generate(PROMPT) == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("abilities", "error", "words"),
+    [
+        ({"card_nbytes": 1 << 20}, MemoryError, "gpu:0: .* of its budget: .* are free"),
+        ({"pin_limit": 1 << 20}, CudaError, "cudaErrorMemoryAllocation"),
+    ],
+)
+def test_a_card_that_cannot_be_opened_is_told_of_in_a_line(
+    model: Path,
+    abilities: dict[str, Any],
+    error: type[Exception],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        fake_cards(monkeypatch, **abilities),
+        pytest.raises(error, match=words),
+        on_cards(model, drawn(0, 1)),
+    ):
+        pass
+
+
+def test_budgets_and_rates_of_cards_that_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHADOWLANE_CACHE", str(tmp_path))
+    driver = FakeDriver()
+    measure = partial(here.measure_rates, matrix=(64, 64), copy_nbytes=1 << 20)
+    monkeypatch.setattr(here, "measure_rates", measure)
+    (found,) = here.measure_all(lambda ordinal: FakeRuntime(driver))
+    assert (found.nbytes, found.free_nbytes) == (driver.card_nbytes, driver.card_nbytes)
+    monkeypatch.setattr(here, "measure_rates", None)  # rates come from the cache now
+    assert here.measure_all(lambda ordinal: FakeRuntime(driver)) == [found]
+    weights = tmp_path / "model.gguf"
+    weights.write_bytes(bytes(1 << 20))
+    budgets, machine = here.cards_here("auto", weights, lambda: [found])
+    assert budgets == (driver.card_nbytes - here.HEADROOM_NBYTES,)
+    assert machine.cards[0].vram_bytes_per_s > 0
+    assert here.cards_here("1GiB", weights, lambda: [found])[0] == (1 << 30,)
+    with pytest.raises(ValueError, match=r"at most the 4\.00 GiB of recording card; got 9\.00 GiB"):
+        here.cards_here("9GiB", weights, lambda: [found])
+    assert not any(driver.left().values()), driver.left()
+    driver.shut_down()
