@@ -11,7 +11,7 @@ same time, so a part between 0 and 1 is a split by rows. Experts are counted ins
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from shadowlane.planner.catalog import Catalog, GroupKind
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
@@ -59,10 +59,32 @@ class Model:
     row_nbytes: float  # activation of one row, as it crosses a link
     fixed_ram_nbytes: float  # embedding rows, constants, scratch
     max_context: int
+    # What follows from the loads: for each a number, the same for those that differ in name and
+    # layer alone; and where each layer begins and ends.
+    alike: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    layers: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    wholes: tuple[float, ...] = field(init=False, repr=False, compare=False)  # `whole_nbytes`
+
+    def __post_init__(self) -> None:
+        numbers: dict[Load, int] = {}
+        alike = [
+            numbers.setdefault(replace(load, name="", layer=None), len(numbers))
+            for load in self.loads
+        ]
+        starts = [
+            index
+            for index, load in enumerate(self.loads)
+            if not index or load.layer != self.loads[index - 1].layer
+        ]
+        object.__setattr__(self, "alike", tuple(alike))
+        object.__setattr__(self, "wholes", tuple(load.whole_nbytes for load in self.loads))
+        object.__setattr__(
+            self, "layers", tuple(zip(starts, [*starts[1:], len(self.loads)], strict=True))
+        )
 
     @property
     def nbytes(self) -> float:
-        return sum(load.whole_nbytes for load in self.loads)
+        return sum(self.wholes)
 
 
 def model_of(catalog: Catalog, name: str, windows: Sequence[int | None] = ()) -> Model:
@@ -171,13 +193,15 @@ def demand(model: Model, plan: Plan, work: Work, cards: Sequence[Card]) -> Deman
     brings = [False] * len(cards)
     ram = model.fixed_ram_nbytes
     reads = False
-    for load, site in zip(model.loads, plan.sites, strict=True):
-        kv = kv_nbytes(load, work)
-        ram += load.whole_nbytes * site.ram + kv * (1.0 - site.vram)
-        reads |= load.nbytes > 0.0 and site.vram + site.ram < 1.0 - NOTHING
-        for card, part in enumerate(site.over[: len(cards)]):
-            vram[card] += (load.whole_nbytes + kv) * site.vram * part
-            brings[card] |= max(site.brought, site.brought_prefill) * part > 0.0
+    kvs = all_kv_nbytes(model, work)
+    for whole, kv, site in zip(model.wholes, kvs, plan.sites, strict=True):
+        ram += whole * site.ram + kv * (1.0 - site.vram)
+        reads = reads or (whole > 0.0 and site.vram + site.ram < 1.0 - NOTHING)
+        moved = site.brought > 0.0 or site.brought_prefill > 0.0
+        if moved or site.vram:
+            for card, part in enumerate(site.over[: len(cards)]):
+                vram[card] += (whole + kv) * site.vram * part
+                brings[card] |= moved and part > 0.0
     stages = (stage_nbytes(card) if each else 0.0 for card, each in zip(cards, brings, strict=True))
     ram += DISK_RING_NBYTES if reads else 0.0
     return Demand(tuple(have + stage for have, stage in zip(vram, stages, strict=True)), ram)
@@ -186,6 +210,15 @@ def demand(model: Model, plan: Plan, work: Work, cards: Sequence[Card]) -> Deman
 def kv_nbytes(load: Load, work: Work) -> float:
     """Room for the keys and values of one load, whether used yet or not."""
     return load.kv_nbytes_per_token * load.attended(work.max_context) * work.sequences
+
+
+def all_kv_nbytes(model: Model, work: Work) -> list[float]:
+    """`kv_nbytes` of each load."""
+    known: dict[int, float] = {}
+    for kind, load in zip(model.alike, model.loads, strict=True):
+        if kind not in known:
+            known[kind] = kv_nbytes(load, work)
+    return [known[kind] for kind in model.alike]
 
 
 def held_kv_nbytes(load: Load, work: Work) -> float:

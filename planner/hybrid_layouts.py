@@ -7,8 +7,9 @@ experts of some layers; attention alone; the rest brought over the link layer by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
 from shadowlane.planner.hybrid import (
@@ -20,8 +21,8 @@ from shadowlane.planner.hybrid import (
     Prompts,
     Site,
     Work,
+    all_kv_nbytes,
     fits,
-    kv_nbytes,
     ram_room,
     vram_room,
 )
@@ -130,13 +131,13 @@ def settle(
     model, work = question.model, question.work
     room = ram_room(question.machine, question.state) - model.fixed_ram_nbytes
     dense = experts = 0.0
-    for load, vram in zip(model.loads, spread.vram, strict=True):
-        off = load.whole_nbytes * (1.0 - vram)
+    kvs = all_kv_nbytes(model, work)
+    for load, whole, kv, vram in zip(model.loads, model.wholes, kvs, spread.vram, strict=True):
         if load.experts:
-            experts += off
+            experts += whole * (1.0 - vram)
         else:
-            dense += off
-            room -= kv_nbytes(load, work) * (1.0 - vram)
+            dense += whole * (1.0 - vram)
+            room -= kv * (1.0 - vram)
     if room < dense + experts:
         room -= DISK_RING_NBYTES
     if room < 0:
@@ -146,19 +147,24 @@ def settle(
     experts_kept = min(1.0, room / experts) if experts else 1.0
     nothing = [0.0] * len(model.loads)
     decode, prefill = ((brought or {}).get(phase, nothing) for phase in PHASES)
-    sites = tuple(
-        Site(
-            vram,
-            (1.0 - vram) * (experts_kept if load.experts else dense_kept),
-            in_decode if vram < 1.0 else 0.0,
-            over,
-            in_prefill if vram < 1.0 else 0.0,
-        )
-        for load, vram, over, in_decode, in_prefill in zip(
-            model.loads, spread.vram, spread.over, decode, prefill, strict=True
-        )
-    )
-    return Plan(name, sites)
+    known: dict[tuple[object, ...], Site] = {}  # layers repeat, and plans with few sites play fast
+    sites: list[Site] = []
+    for load, vram, over, in_decode, in_prefill in zip(
+        model.loads, spread.vram, spread.over, decode, prefill, strict=True
+    ):
+        kept = experts_kept if load.experts else dense_kept
+        key = (vram, kept, in_decode, over, in_prefill)
+        if key not in known:
+            is_off = vram < 1.0
+            known[key] = Site(
+                vram,
+                (1.0 - vram) * kept,
+                in_decode if is_off else 0.0,
+                over,
+                in_prefill if is_off else 0.0,
+            )
+        sites.append(known[key])
+    return Plan(name, tuple(sites))
 
 
 def brought_of(plan: Plan) -> dict[Phase, list[float]]:
@@ -169,9 +175,12 @@ def brought_of(plan: Plan) -> dict[Phase, list[float]]:
 def free_nbytes(question: Question, spread: Spread) -> list[float]:
     """What is left of each card's room; below 0: more than it has."""
     rooms = [vram_room(card, question.state) for card in question.machine.cards]
-    for load, vram, over in zip(question.model.loads, spread.vram, spread.over, strict=True):
+    kvs = all_kv_nbytes(question.model, question.work)
+    for whole, kv, vram, over in zip(
+        question.model.wholes, kvs, spread.vram, spread.over, strict=True
+    ):
         if vram:
-            held = (load.whole_nbytes + kv_nbytes(load, question.work)) * vram
+            held = (whole + kv) * vram
             for card, part in enumerate(over):
                 rooms[card] -= held * part
     return rooms
@@ -199,12 +208,13 @@ def pack(
     shared = tuple(card.vram_bytes_per_s / speed for card in cards)
     current = 0  # of `fastest`
     left: list[int] = []
+    kvs = all_kv_nbytes(model, work)
     for index in order:
         load = model.loads[index]
         if load.experts and by_one:
             left.append(index)
             continue
-        need = (load.whole_nbytes + kv_nbytes(load, work)) * limit[index]
+        need = (model.wholes[index] + kvs[index]) * limit[index]
         if across:
             over = shared
         else:
@@ -312,41 +322,71 @@ def by_hand(question: Question) -> dict[str, Answer]:
     layout is then the same in both phases, and what is brought is not.
     """
     model, cards = question.model, len(question.machine.cards)
-    settings = range(num_layers(model) + 1)
-    kinds: dict[str, Iterable[Plan | None]] = {
-        "cpu": [_fitting(question, settle(question, "cpu", Spread.nowhere(model, cards)))]
+    layers = num_layers(model)
+    kinds: dict[str, tuple[Callable[[int], Plan | None], int]] = {
+        "cpu": (
+            lambda _: _fitting(question, settle(question, "cpu", Spread.nowhere(model, cards))),
+            0,
+        )
     }
     if cards:
-        kinds["layer-split"] = (layer_split(question, n) for n in settings)
-        kinds["layer-split, KV in RAM"] = (layer_split(question, n, kv=False) for n in settings)
+        kinds["layer-split"] = (lambda n: layer_split(question, n), layers)
+        kinds["layer-split, KV in RAM"] = (lambda n: layer_split(question, n, kv=False), layers)
         if cards > 1:
-            kinds["row-split"] = (layer_split(question, n, across=True) for n in settings)
-        kinds["layer-stream"] = (layer_stream(question, n) for n in settings)
-        kinds["attention-gpu"] = [attention_gpu(question)]
+            kinds["row-split"] = (lambda n: layer_split(question, n, across=True), layers)
+        kinds["layer-stream"] = (lambda n: layer_stream(question, n), layers)
+        kinds["attention-gpu"] = (lambda _: attention_gpu(question), 0)
         if any(load.experts for load in model.loads):
-            kinds["cpu-moe"] = (cpu_moe(question, n) for n in settings)
+            kinds["cpu-moe"] = (lambda n: cpu_moe(question, n), layers)
     has_prompts = any(work.phase == "prefill" for work in question.works)
     found: dict[str, Answer] = {}
-    for name, plans in kinds.items():
-        fitting = [plan for plan in plans if plan is not None]
-        tried = _thinned(fitting)
+    for name, (plan_of, most) in kinds.items():
+        tried = _thinned(plan_of, most)
         if has_prompts and name not in ("cpu", "layer-stream"):
-            tried += _thinned(list(_streamed_for_prompts(question, fitting)))
+            tried += _thinned(_for_prompts(question, plan_of), most)
         if tried:
             found[name] = best_of(question, tried)
     return found
 
 
-def _streamed_for_prompts(question: Question, plans: Iterable[Plan]) -> Iterator[Plan]:
-    for plan in plans:
-        found = streamed(question, plan, f"{plan.name}, streamed", ["prefill"])
-        if found is not None:
-            yield found
+def _for_prompts(
+    question: Question, plan_of: Callable[[int], Plan | None]
+) -> Callable[[int], Plan | None]:
+    def streamed_of(setting: int) -> Plan | None:
+        plan = plan_of(setting)
+        if plan is None:
+            return None
+        return streamed(question, plan, f"{plan.name}, streamed", ["prefill"])
+
+    return streamed_of
 
 
-def _thinned(plans: list[Plan]) -> list[Plan]:
-    """The ends and an even choice between: times change smoothly from layer to layer."""
-    if len(plans) <= MOST_SETTINGS:
-        return plans
-    last = len(plans) - 1
-    return [plans[round(i * last / (MOST_SETTINGS - 1))] for i in range(MOST_SETTINGS)]
+def _thinned(plan_of: Callable[[int], Plan | None], most: int) -> list[Plan]:
+    """Of the settings from 0 to `most` that fit, the ends and an even choice between.
+
+    Times change smoothly from layer to layer. What fits are neighbours: their ends are searched for
+    between settings that are tried first.
+    """
+    plan_at = cache(plan_of)
+    steps = min(most, MOST_SETTINGS - 1)
+    first = [round(i * most / steps) for i in range(steps + 1)] if most else [0]
+    fitting = [n for n in first if plan_at(n)] or [n for n in range(most + 1) if plan_at(n)]
+    if not fitting:
+        return []
+    low, high = min(fitting), max(fitting)
+    low = _end(plan_at, low, max((n for n in first if n < low), default=-1))
+    high = _end(plan_at, high, min((n for n in first if n > high), default=most + 1))
+    count = min(MOST_SETTINGS, high - low + 1)
+    chosen = {low + round(i * (high - low) / max(1, count - 1)) for i in range(count)}
+    return [plan for plan in map(plan_at, sorted(chosen)) if plan is not None]
+
+
+def _end(plan_at: Callable[[int], Plan | None], fits_at: int, not_at: int) -> int:
+    """The last setting that fits on the way from one that does to one that does not."""
+    while abs(fits_at - not_at) > 1:
+        middle = (fits_at + not_at) // 2
+        if plan_at(middle):
+            fits_at = middle
+        else:
+            not_at = middle
+    return fits_at

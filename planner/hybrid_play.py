@@ -11,25 +11,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
-from typing import NamedTuple
 
-from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
-from shadowlane.planner.hit_rate import expected_distinct
+from shadowlane.planner.hardware import CALM, Conditions, Hardware
 from shadowlane.planner.hybrid import (
     DISK_RING_NBYTES,
-    NOTHING,
     HitRate,
     Load,
     Model,
     Plan,
     Site,
     Work,
-    rows_of,
     stage_nbytes,
 )
+from shadowlane.planner.hybrid_price import Price, Rates, price_of
 
 LAST_PART = 0.25  # of a side's time that is left when the last of what was brought has come
+SAME = 1e-9  # of a layer's time: less is rounding
 LEAST_DRAM_PART = 0.1  # of the port that cores get, however much goes through it beside them
 
 
@@ -45,36 +42,14 @@ class Times:
         return max(self.busy_s, key=lambda lane: self.busy_s[lane])
 
 
-class _Price(NamedTuple):
-    """One load under one site. Sides: the processor, then each card; 0 seconds: takes no part."""
-
-    sides_s: tuple[float, ...]
-    brought_nbytes: tuple[float, ...]  # over each link
-    read_nbytes: float  # off the disk
-    more_s: float  # what the longest side takes beyond its mean, expected
-
-
-class _Rates(NamedTuple):
-    """A machine under its conditions."""
-
-    cards: tuple[Card, ...]
-    gpu: float  # part of each card's rate
-    h2d_bytes_per_s: tuple[float, ...]
-    d2h_bytes_per_s: tuple[float, ...]
-    cpu_bytes_per_s: float
-    cpu_flops: float
-    cpu_launch_s: float
-    disk_bytes_per_s: float
-
-
 class _Ring:
     """What comes over a link ahead of its use, in order, into room for so many bytes."""
 
     def __init__(self, room_nbytes: float, total_nbytes: float, total_s: float) -> None:
         """total: of one step. At its start the ring is full, as the step before it left it."""
         self._room = room_nbytes
-        self._free_s = -total_s * min(1.0, room_nbytes / total_nbytes) if total_nbytes else 0.0
-        self._held: deque[tuple[float, float]] = deque()  # (bytes, when they were used)
+        self.free_s = -total_s * min(1.0, room_nbytes / total_nbytes) if total_nbytes else 0.0
+        self.held: deque[tuple[float, float]] = deque()  # (bytes, when they were used)
         self._nbytes = 0.0
 
     def arrival_s(
@@ -82,20 +57,25 @@ class _Ring:
     ) -> float:
         """When the last of it is there. begin_s: when its use begins, which makes room for more."""
         ahead = min(nbytes, self._room)
-        start_s = max(self._free_s, not_before_s)
-        while self._held and self._nbytes + ahead > self._room:
-            freed, used_s = self._held.popleft()
+        start_s = max(self.free_s, not_before_s)
+        while self.held and self._nbytes + ahead > self._room:
+            freed, used_s = self.held.popleft()
             self._nbytes -= freed
             start_s = max(start_s, used_s)
-        self._free_s = start_s + seconds
+        self.free_s = start_s + seconds
         if ahead < nbytes:  # the rest comes while the first is used
-            self._free_s = max(self._free_s, begin_s + seconds * (1.0 - ahead / nbytes))
-        return self._free_s
+            self.free_s = max(self.free_s, begin_s + seconds * (1.0 - ahead / nbytes))
+        return self.free_s
 
     def used(self, nbytes: float, now_s: float) -> None:
         held = min(nbytes, self._room)
-        self._held.append((held, now_s))
+        self.held.append((held, now_s))
         self._nbytes += held
+
+    def skip(self, seconds: float) -> None:
+        """So much later, the same."""
+        self.free_s += seconds
+        self.held = deque((nbytes, used_s + seconds) for nbytes, used_s in self.held)
 
 
 def play(
@@ -112,7 +92,7 @@ def play(
     What the cores read competes with links and disk for the DRAM port: where anything is brought
     or read, a second pass is played at the rate that the first one leaves.
     """
-    rates = _Rates(
+    rates = Rates(
         cards=machine.cards,
         gpu=state.gpu,
         h2d_bytes_per_s=tuple(card.h2d_bytes_per_s * state.link for card in machine.cards),
@@ -145,7 +125,7 @@ def port_left(port_bytes_per_s: float, beside_bytes_per_s: float) -> float:
 
 
 def _pass(
-    model: Model, plan: Plan, work: Work, rates: _Rates, hit_rate: HitRate, worth_s: float
+    model: Model, plan: Plan, work: Work, rates: Rates, hit_rate: HitRate, worth_s: float
 ) -> tuple[Times, float]:
     """(the step, bytes that went through the DRAM port beside what the cores read).
 
@@ -153,201 +133,222 @@ def _pass(
     of its sides.
     """
     cards = range(len(rates.cards))
-    row_nbytes = model.row_nbytes * work.rows
-    to_s = [
-        card.crossing_s + row_nbytes / rate
-        for card, rate in zip(rates.cards, rates.h2d_bytes_per_s, strict=True)
+    order, prices = _priced(model, plan, work, rates, hit_rate)
+    counts = [0] * len(prices)
+    for number in order:
+        counts[number] += 1
+    counted = list(zip(counts, prices, strict=True))
+    brought = [
+        sum(count * price.brought_nbytes[card] for count, price in counted) for card in cards
     ]
-    from_s = [
-        card.crossing_s + row_nbytes / rate
-        for card, rate in zip(rates.cards, rates.d2h_bytes_per_s, strict=True)
-    ]
-    # From side to side; from card to card through RAM, with both crossings.
-    hops = [[0.0, *to_s]]
-    hops += [[from_s[a], *(0.0 if a == b else from_s[a] + to_s[b] for b in cards)] for a in cards]
-    known: dict[tuple[object, ...], _Price] = {}  # layers repeat
-    prices: list[_Price] = []
-    for load, site in zip(model.loads, plan.sites, strict=True):
-        key = (
-            load.kind,
-            load.nbytes,
-            load.flops_per_row,
-            load.kv_nbytes_per_token,
-            load.window,
-            site,
-        )
-        if key not in known:
-            known[key] = _price(load, site, work, rates, hit_rate)
-        prices.append(known[key])
-    brought = [sum(price.brought_nbytes[card] for price in prices) for card in cards]
-    read_nbytes = sum(price.read_nbytes for price in prices)
-    busy = {"cpu:0": sum(price.sides_s[0] for price in prices)}
+    read_nbytes = sum(count * price.read_nbytes for count, price in counted)
+    busy = {"cpu:0": sum(count * price.sides_s[0] for count, price in counted)}
     for card in cards:
-        busy[f"gpu:{card}"] = sum(price.sides_s[1 + card] for price in prices)
+        busy[f"gpu:{card}"] = sum(count * price.sides_s[1 + card] for count, price in counted)
         busy[f"h2d:{card}"] = brought[card] / rates.h2d_bytes_per_s[card]
     busy["disk:0"] = read_nbytes / rates.disk_bytes_per_s
     moved_nbytes = beside_cores(sum(brought), read_nbytes)
-    left_s = [max(price.sides_s) for price in prices]
-    rest_s = sum(left_s)
+    rest_s = sum(count * max(price.sides_s) for count, price in counted)
     # Steps follow each other: none is shorter than what has to come over a link for each.
     links_s = max([busy["disk:0"], *(busy[f"h2d:{card}"] for card in cards)])
     if max(rest_s, links_s) >= worth_s:
         return Times(max(rest_s, links_s), busy), moved_nbytes
-
-    links = [
-        _Ring(stage_nbytes(card), brought[index], busy[f"h2d:{index}"])
-        for index, card in enumerate(rates.cards)
+    step = _Step(model, work, rates)
+    step.links = [
+        _Ring(stage_nbytes(rates.cards[card]), brought[card], busy[f"h2d:{card}"]) for card in cards
     ]
-    disk = _Ring(DISK_RING_NBYTES, read_nbytes, busy["disk:0"])
-    is_decode = work.phase == "decode"
-    ready = list(hops[0])  # when the activation is at each side
-    never = float("-inf")
-    for load, price, least_s in zip(model.loads, prices, left_s, strict=True):
-        begin_s = min(ready)
-        if begin_s + rest_s >= worth_s:
-            return Times(begin_s + rest_s, busy), moved_nbytes
-        rest_s -= least_s
+    step.disk = _Ring(DISK_RING_NBYTES, read_nbytes, busy["disk:0"])
+    end_s = step.play(order, prices, rest_s, worth_s)
+    return Times(max(end_s, links_s), busy), moved_nbytes
+
+
+def _priced(
+    model: Model, plan: Plan, work: Work, rates: Rates, hit_rate: HitRate
+) -> tuple[list[int], list[Price]]:
+    """(per load, the number of its price; prices): layers repeat."""
+    by_identity: dict[tuple[int, int], int] = {}  # plans share sites, which are slow to compare
+    by_value: dict[tuple[int, Site], int] = {}
+    prices: list[Price] = []
+    order: list[int] = []
+    for kind, site in zip(model.alike, plan.sites, strict=True):
+        number = by_identity.get((kind, id(site)))
+        if number is None:
+            number = by_value.get((kind, site))
+            if number is None:
+                number = by_value[kind, site] = len(prices)
+                load = model.loads[len(order)]
+                prices.append(price_of(load, site, work, rates, hit_rate))
+            by_identity[kind, id(site)] = number
+        order.append(number)
+    return order, prices
+
+
+class _Step:
+    """One step, layer after layer.
+
+    Where like layers follow each other and a layer leaves everything as the one before it did, only
+    later, the rest of them are not played: they would do the same.
+    """
+
+    links: list[_Ring]
+    disk: _Ring
+
+    def __init__(self, model: Model, work: Work, rates: Rates) -> None:
+        self._model, self._rates = model, rates
+        self._is_decode = work.phase == "decode"
+        cards = range(len(rates.cards))
+        row_nbytes = model.row_nbytes * work.rows
+        to_s = [
+            card.crossing_s + row_nbytes / rate
+            for card, rate in zip(rates.cards, rates.h2d_bytes_per_s, strict=True)
+        ]
+        from_s = [
+            card.crossing_s + row_nbytes / rate
+            for card, rate in zip(rates.cards, rates.d2h_bytes_per_s, strict=True)
+        ]
+        # From side to side; from card to card through RAM, with both crossings.
+        self._hops = [[0.0, *to_s]]
+        self._hops += [
+            [from_s[a], *(0.0 if a == b else from_s[a] + to_s[b] for b in cards)] for a in cards
+        ]
+        self._ready = list(self._hops[0])  # when the activation is at each side
+
+    def play(
+        self, order: Sequence[int], prices: Sequence[Price], rest_s: float, worth_s: float
+    ) -> float:
+        """When the last group ends; at least `worth_s` if that is sure. rest_s: of all groups."""
+        layers = self._model.layers
+        least_s = [max(price.sides_s) for price in prices]
+        hops = self._hops
+        # (side, seconds), where one side does all of it and nothing is carried: most groups
+        alone = [_alone(price) for price in prices]
+        place = like = 0  # like: layers in a row that are as the one before
+        before: Sequence[int] = ()
+        shifts: list[float] = []  # by how much like layers moved everything, one after the other
+        while place < len(layers):
+            start, end = layers[place]
+            layer = order[start:end]
+            like = like + 1 if layer == before else 0
+            before = layer
+            was = self._clocks(layer, prices) if like else []
+            for index, number in enumerate(layer, start):
+                begin_s = min(self._ready)
+                if begin_s + rest_s >= worth_s:
+                    return begin_s + rest_s
+                rest_s -= least_s[number]
+                one = alone[number]
+                if one is None:
+                    self._group(index, prices[number], begin_s)
+                else:
+                    end_s = self._ready[one[0]] + one[1]
+                    self._ready = [end_s + hop for hop in hops[one[0]]]
+            place += 1
+            if not like:
+                shifts = []
+                continue
+            shift = _shift(was, self._clocks(layer, prices))
+            if shift is None or (shifts and abs(shift - shifts[-1]) > SAME * shift):
+                shifts = []
+            if shift is not None:
+                shifts.append(shift)
+            if shift and len(shifts) > self._layers_held(layer, prices):
+                more = place
+                while more < len(layers) and order[slice(*layers[more])] == layer:
+                    more += 1
+                if more > place:
+                    self._skip((more - place) * shift, layer, prices)
+                    rest_s -= (more - place) * sum(least_s[number] for number in layer)
+                    place = more
+        return min(self._ready)
+
+    def _group(self, index: int, price: Price, begin_s: float) -> None:
+        load = self._model.loads[index]
+        ready, hops = self._ready, self._hops
+        is_carried = price.is_carried
+        if is_carried:
+            ends = self._arriving(load, price, begin_s)
+        else:
+            ends = [(side, ready[side] + took) for side, took in enumerate(price.sides_s) if took]
+        if not ends:
+            return
+        if len(ends) == 1:
+            side, end_s = ends[0]
+            self._ready = [end_s + hop for hop in hops[side]]
+        else:
+            self._ready = [
+                max([end_s + hops[side][there] for side, end_s in ends]) + price.more_s
+                for there in range(len(ready))
+            ]
+        if is_carried:
+            done_s = min(self._ready)
+            for link, nbytes in zip(self.links, price.brought_nbytes, strict=True):
+                if nbytes:
+                    link.used(nbytes, done_s)
+            if price.read_nbytes:
+                self.disk.used(price.read_nbytes, done_s)
+
+    def _arriving(self, load: Load, price: Price, begin_s: float) -> list[tuple[int, float]]:
+        """(side, when its part ends) of a group that is brought or read, or a part of it.
+
+        A side computes what lives there while the rest is on its way; then the last of it is left.
+        """
+        rates = self._rates
+        never = float("-inf")
         # A router chooses last: what it chose cannot be on its way before.
-        late_s = begin_s if load.experts and is_decode else never
+        late_s = begin_s if load.experts and self._is_decode else never
         read_s = never
         if price.read_nbytes:
-            seconds = price.read_nbytes / rates.disk_bytes_per_s
-            read_s = disk.arrival_s(price.read_nbytes, seconds, begin_s, late_s)
-        arrived_s = [never, *(never for _ in cards)]
+            took = price.read_nbytes / rates.disk_bytes_per_s
+            read_s = self.disk.arrival_s(price.read_nbytes, took, begin_s, late_s)
+        arrived_s = [never] * len(price.sides_s)
         if any(price.brought_nbytes):
             for card, nbytes in enumerate(price.brought_nbytes):
                 if nbytes:
-                    seconds = nbytes / rates.h2d_bytes_per_s[card]
-                    arrived_s[1 + card] = links[card].arrival_s(
-                        nbytes, seconds, begin_s, max(late_s, read_s)
+                    took = nbytes / rates.h2d_bytes_per_s[card]
+                    arrived_s[1 + card] = self.links[card].arrival_s(
+                        nbytes, took, begin_s, max(late_s, read_s)
                     )
         else:
             arrived_s[0] = read_s
-        ready = _after(price, ready, hops, arrived_s)
-        end_s = min(ready)
-        for card, nbytes in enumerate(price.brought_nbytes):
-            if nbytes:
-                links[card].used(nbytes, end_s)
-        if price.read_nbytes:
-            disk.used(price.read_nbytes, end_s)
-    return Times(max(min(ready), links_s), busy), moved_nbytes
+        return [
+            (side, max(self._ready[side] + took, arrived_s[side] + took * LAST_PART))
+            for side, took in enumerate(price.sides_s)
+            if took
+        ]
+
+    # -- like layers
+
+    def _rings(self, layer: Sequence[int], prices: Sequence[Price]) -> list[tuple[_Ring, int]]:
+        """Links and disk that such a layer uses, and how often."""
+        used = [
+            (link, sum(prices[number].brought_nbytes[card] > 0.0 for number in layer))
+            for card, link in enumerate(self.links)
+        ]
+        used.append((self.disk, sum(prices[number].read_nbytes > 0.0 for number in layer)))
+        return [(ring, times) for ring, times in used if times]
+
+    def _clocks(self, layer: Sequence[int], prices: Sequence[Price]) -> list[float]:
+        return [*self._ready, *(ring.free_s for ring, _ in self._rings(layer, prices))]
+
+    def _layers_held(self, layer: Sequence[int], prices: Sequence[Price]) -> int:
+        """So many of the newest layers have something in the rings."""
+        rings = self._rings(layer, prices)
+        return max([1, *(1 + len(ring.held) // times for ring, times in rings)])
+
+    def _skip(self, seconds: float, layer: Sequence[int], prices: Sequence[Price]) -> None:
+        self._ready = [each + seconds for each in self._ready]
+        for ring, _ in self._rings(layer, prices):
+            ring.skip(seconds)
 
 
-def _after(
-    price: _Price,
-    ready: list[float],
-    hops: Sequence[Sequence[float]],
-    arrived_s: Sequence[float],
-) -> list[float]:
-    """When the output of one load is at each side: where all parts of it have come.
-
-    A side computes what lives there while the rest is on its way; then the last of it is left.
-    """
-    ends = [
-        (side, max(ready[side] + seconds, arrived_s[side] + seconds * LAST_PART))
-        for side, seconds in enumerate(price.sides_s)
-        if seconds
-    ]
-    if not ends:
-        return ready
-    if len(ends) == 1:
-        side, end_s = ends[0]
-        return [end_s + hop for hop in hops[side]]
-    return [
-        max(end_s + hops[side][there] for side, end_s in ends) + price.more_s
-        for there in range(len(ready))
-    ]
+def _alone(price: Price) -> tuple[int, float] | None:
+    """The one side that does all of a group, and its seconds; None: several, or it is carried."""
+    sides = [(side, took) for side, took in enumerate(price.sides_s) if took]
+    return sides[0] if len(sides) == 1 and not price.is_carried else None
 
 
-def _price(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: HitRate) -> _Price:
-    is_decode = work.phase == "decode"
-    if load.experts:
-        return _price_experts(load, site, work, rates, hit_rate)
-    flops = load.flops_per_row * rows_of(load, work)
-    nbytes = load.nbytes
-    if load.kind == "attn":
-        tokens = load.attended(work.context)
-        flops *= tokens
-        nbytes = load.kv_nbytes_per_token * tokens * (work.sequences if is_decode else 1)
-    brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought_in(work.phase)
-    on_cards = site.vram + brought
-    on_disk = 1.0 - site.vram - site.ram if load.nbytes else 0.0
-    return _Price(
-        _sides(nbytes, flops, on_cards, 1.0 - on_cards, site.over, rates),
-        tuple(load.nbytes * brought * part for part in site.over) if rates.cards else (),
-        load.nbytes * on_disk if on_disk > NOTHING else 0.0,
-        0.0,
-    )
-
-
-def _price_experts(load: Load, site: Site, work: Work, rates: _Rates, hit_rate: HitRate) -> _Price:
-    """Chosen experts that are on cards are computed there, the others where the site says.
-
-    One row's experts hit cards in varying number, and the longer of two branches takes longer on
-    average than the average branches do: its expectation is taken over the binomial distribution.
-    Most rows of a chunk choose everything in the end, favourites or not.
-    """
-    is_decode = work.phase == "decode"
-    chosen = expected_distinct(load.experts, load.top_k, work.rows)
-    if is_decode:
-        hits = hit_rate(site.vram)
-        lost = 1.0 - hit_rate(min(1.0, site.vram + site.ram))
-    else:
-        hits, lost = site.vram, 1.0 - min(1.0, site.vram + site.ram)
-    flops = load.flops_per_row * work.rows / chosen  # for the rows of one chosen expert
-    part_brought = site.brought_in(work.phase)
-
-    def branches(on_cards: float) -> tuple[float, ...]:
-        missing = chosen - on_cards
-        there, here = on_cards + missing * part_brought, missing * (1.0 - part_brought)
-        return _sides(load.nbytes, flops, there, here, site.over, rates)
-
-    sides_s = branches(chosen * hits)
-    more_s = 0.0
-    if is_decode and work.rows == 1 and 0.0 < hits < 1.0:
-        more_s = -max(sides_s) + sum(
-            comb(load.top_k, count)
-            * hits**count
-            * (1.0 - hits) ** (load.top_k - count)
-            * max(branches(count))
-            for count in range(load.top_k + 1)
-        )
-    brought = load.nbytes * chosen * (1.0 - hits) * part_brought
-    return _Price(
-        sides_s,
-        tuple(brought * part for part in site.over) if rates.cards else (),
-        load.nbytes * chosen * max(0.0, lost),
-        max(0.0, more_s),
-    )
-
-
-def _sides(
-    nbytes: float,
-    flops: float,
-    on_cards: float,
-    on_cpu: float,
-    over: Sequence[float],
-    rates: _Rates,
-) -> tuple[float, ...]:
-    """Seconds of the processor and of each card for parts (or numbers) of one thing."""
-    here_s = _on_cpu(nbytes * on_cpu, flops * on_cpu, rates) if on_cpu > NOTHING else 0.0
-    return (
-        here_s,
-        *(
-            _on_card(nbytes * on_cards * part, flops * on_cards * part, card, rates)
-            for card, part in zip(rates.cards, over, strict=bool(rates.cards))
-        ),
-    )
-
-
-def _on_card(nbytes: float, flops: float, card: Card, rates: _Rates) -> float:
-    """No bytes and no operations: the card takes no part, and nothing is launched."""
-    if nbytes <= 0.0 and flops <= 0.0:
-        return 0.0
-    return max(nbytes / card.vram_bytes_per_s, flops / card.flops) / rates.gpu + card.launch_s
-
-
-def _on_cpu(nbytes: float, flops: float, rates: _Rates) -> float:
-    if nbytes <= 0.0 and flops <= 0.0:
-        return 0.0
-    return max(nbytes / rates.cpu_bytes_per_s, flops / rates.cpu_flops) + rates.cpu_launch_s
+def _shift(before: Sequence[float], after: Sequence[float]) -> float | None:
+    """By how much all are later, if all are by the same."""
+    changes = [new - old for old, new in zip(before, after, strict=True)]
+    least, most = min(changes), max(changes)
+    return most if most - least <= SAME * most else None

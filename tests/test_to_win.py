@@ -101,8 +101,9 @@ def test_more_mechanisms_never_give_a_slower_plan() -> None:
     """Orders of filling that come to the same must not crowd out a start that is another."""
     from to_win import curve
 
+    from shadowlane.planner.hybrid_changes import MECHANISMS
     from shadowlane.planner.hybrid_layouts import Question, by_hand
-    from shadowlane.planner.hybrid_search import MECHANISMS, search
+    from shadowlane.planner.hybrid_search import search
     from shadowlane.shapes import load_hardware, shape_model
 
     machine = load_hardware(BENCHMARKS.parent / "examples" / "hardware" / "rtx-4090-24gb.yaml")

@@ -23,6 +23,7 @@ from shadowlane.planner.hybrid import (
     fits,
 )
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
+from shadowlane.planner.hybrid_changes import MECHANISMS
 from shadowlane.planner.hybrid_layouts import (
     Answer,
     Question,
@@ -34,7 +35,7 @@ from shadowlane.planner.hybrid_layouts import (
     settle,
 )
 from shadowlane.planner.hybrid_play import play
-from shadowlane.planner.hybrid_search import MECHANISMS, knapsack, search
+from shadowlane.planner.hybrid_search import knapsack, search
 from shadowlane.planner.scenarios import Scenario, Stretch, evaluate
 
 CARD = Card("card", 8e9, 1e9, 400e9, 40e12, 20e9, 20e9, launch_s=5e-6, crossing_s=20e-6)

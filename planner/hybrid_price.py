@@ -1,0 +1,132 @@
+"""What one group costs where a plan has it: seconds of each side, bytes of links and disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+from typing import NamedTuple
+
+from shadowlane.planner.hardware import Card
+from shadowlane.planner.hit_rate import expected_distinct
+from shadowlane.planner.hybrid import NOTHING, HitRate, Load, Site, Work, rows_of
+
+
+class Price(NamedTuple):
+    """One load under one site. Sides: the processor, then each card; 0 seconds: takes no part."""
+
+    sides_s: tuple[float, ...]
+    brought_nbytes: tuple[float, ...]  # over each link
+    read_nbytes: float  # off the disk
+    more_s: float  # what the longest side takes beyond its mean, expected
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether anything of it comes over a link or off the disk."""
+        return self.read_nbytes > 0.0 or any(self.brought_nbytes)
+
+
+class Rates(NamedTuple):
+    """A machine under its conditions."""
+
+    cards: tuple[Card, ...]
+    gpu: float  # part of each card's rate
+    h2d_bytes_per_s: tuple[float, ...]
+    d2h_bytes_per_s: tuple[float, ...]
+    cpu_bytes_per_s: float
+    cpu_flops: float
+    cpu_launch_s: float
+    disk_bytes_per_s: float
+
+
+def price_of(load: Load, site: Site, work: Work, rates: Rates, hit_rate: HitRate) -> Price:
+    is_decode = work.phase == "decode"
+    if load.experts:
+        return _price_experts(load, site, work, rates, hit_rate)
+    flops = load.flops_per_row * rows_of(load, work)
+    nbytes = load.nbytes
+    if load.kind == "attn":
+        tokens = load.attended(work.context)
+        flops *= tokens
+        nbytes = load.kv_nbytes_per_token * tokens * (work.sequences if is_decode else 1)
+    brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought_in(work.phase)
+    on_cards = site.vram + brought
+    on_disk = 1.0 - site.vram - site.ram if load.nbytes else 0.0
+    return Price(
+        _sides(nbytes, flops, on_cards, 1.0 - on_cards, site.over, rates),
+        tuple(load.nbytes * brought * part for part in site.over) if rates.cards else (),
+        load.nbytes * on_disk if on_disk > NOTHING else 0.0,
+        0.0,
+    )
+
+
+def _price_experts(load: Load, site: Site, work: Work, rates: Rates, hit_rate: HitRate) -> Price:
+    """Chosen experts that are on cards are computed there, the others where the site says.
+
+    One row's experts hit cards in varying number, and the longer of two branches takes longer on
+    average than the average branches do: its expectation is taken over the binomial distribution.
+    Most rows of a chunk choose everything in the end, favourites or not.
+    """
+    is_decode = work.phase == "decode"
+    chosen = expected_distinct(load.experts, load.top_k, work.rows)
+    if is_decode:
+        hits = hit_rate(site.vram)
+        lost = 1.0 - hit_rate(min(1.0, site.vram + site.ram))
+    else:
+        hits, lost = site.vram, 1.0 - min(1.0, site.vram + site.ram)
+    flops = load.flops_per_row * work.rows / chosen  # for the rows of one chosen expert
+    part_brought = site.brought_in(work.phase)
+
+    def branches(on_cards: float) -> tuple[float, ...]:
+        missing = chosen - on_cards
+        there, here = on_cards + missing * part_brought, missing * (1.0 - part_brought)
+        return _sides(load.nbytes, flops, there, here, site.over, rates)
+
+    sides_s = branches(chosen * hits)
+    more_s = 0.0
+    if is_decode and work.rows == 1 and 0.0 < hits < 1.0:
+        more_s = -max(sides_s) + sum(
+            comb(load.top_k, count)
+            * hits**count
+            * (1.0 - hits) ** (load.top_k - count)
+            * max(branches(count))
+            for count in range(load.top_k + 1)
+        )
+    brought = load.nbytes * chosen * (1.0 - hits) * part_brought
+    return Price(
+        sides_s,
+        tuple(brought * part for part in site.over) if rates.cards else (),
+        load.nbytes * chosen * max(0.0, lost),
+        max(0.0, more_s),
+    )
+
+
+def _sides(
+    nbytes: float,
+    flops: float,
+    on_cards: float,
+    on_cpu: float,
+    over: Sequence[float],
+    rates: Rates,
+) -> tuple[float, ...]:
+    """Seconds of the processor and of each card for parts (or numbers) of one thing."""
+    here_s = _on_cpu(nbytes * on_cpu, flops * on_cpu, rates) if on_cpu > NOTHING else 0.0
+    return (
+        here_s,
+        *(
+            _on_card(nbytes * on_cards * part, flops * on_cards * part, card, rates)
+            for card, part in zip(rates.cards, over, strict=bool(rates.cards))
+        ),
+    )
+
+
+def _on_card(nbytes: float, flops: float, card: Card, rates: Rates) -> float:
+    """No bytes and no operations: the card takes no part, and nothing is launched."""
+    if nbytes <= 0.0 and flops <= 0.0:
+        return 0.0
+    return max(nbytes / card.vram_bytes_per_s, flops / card.flops) / rates.gpu + card.launch_s
+
+
+def _on_cpu(nbytes: float, flops: float, rates: Rates) -> float:
+    if nbytes <= 0.0 and flops <= 0.0:
+        return 0.0
+    return max(nbytes / rates.cpu_bytes_per_s, flops / rates.cpu_flops) + rates.cpu_launch_s
