@@ -63,6 +63,11 @@ class Round:
         hand = [each for each in self.reached if each.strategy in BY_HAND]
         return max(hand, key=lambda each: each.timed.tok_per_s, default=None)
 
+    @property
+    def reference(self) -> Reached:
+        """What others are held against: the best by hand; where none is, the best."""
+        return self.best_by_hand or max(self.reached, key=lambda each: each.timed.tok_per_s)
+
     def of(self, strategy: str) -> Reached | None:
         return next((each for each in self.reached if each.strategy == strategy), None)
 
@@ -120,7 +125,7 @@ def _round(
         else:
             reached.append(found)
     if not reached:
-        raise TooLarge(f"{', '.join(strategies)} must fit {arena.machine.name}; none does")
+        raise TooLarge(f"one of {', '.join(strategies)} must fit {arena.machine.name}; none does")
     return Round(job, arena.bounds(job), tuple(reached), tuple(left_out))
 
 
@@ -266,7 +271,7 @@ def rows_of(comparison: Comparison) -> list[dict[str, Any]]:
 
 def _row(comparison: Comparison, round_: Round, reached: Reached) -> dict[str, Any]:
     arena, job = comparison.arena, round_.job
-    hand = round_.best_by_hand
+    reference = round_.reference.timed.tok_per_s
     return {
         "model": arena.model.name,
         "hardware": arena.machine.name,
@@ -279,7 +284,7 @@ def _row(comparison: Comparison, round_: Round, reached: Reached) -> dict[str, A
         "tok_per_s": reached.timed.tok_per_s,
         "spread": reached.timed.spread,
         "predicted_tok_per_s": reached.predicted_tok_per_s,
-        "over_best_by_hand": reached.timed.tok_per_s / hand.timed.tok_per_s if hand else None,
+        "over_best_by_hand": reached.timed.tok_per_s / reference if round_.best_by_hand else None,
         "resource_bound": round_.bounds.resource,
         "path_bound": round_.bounds.path,
         "seed": comparison.seed,
