@@ -15,6 +15,7 @@ from shadowlane.planner.hardware import CALM, Conditions, Hardware
 from shadowlane.planner.hybrid import (
     DECODE,
     DISK_RING_NBYTES,
+    NOTHING,
     HitRate,
     Model,
     Plan,
@@ -235,7 +236,18 @@ def pack(
         spread.vram[index] = int(min(1.0, room / whole) * count) / count
         if room:
             spread.over[index] = tuple(max(0.0, each) / room for each in rooms)
+    one_more(model, spread, left, room)
     return spread
+
+
+def one_more(model: Model, spread: Spread, routed: Sequence[int], room: float) -> None:
+    """Where experts of all layers alike leave some of `room`, the first layers have one more."""
+    room -= sum(model.wholes[index] * spread.vram[index] for index in routed)
+    for index in routed:
+        load = model.loads[index]
+        if room >= load.nbytes and spread.vram[index] < 1.0 - NOTHING:
+            spread.vram[index] += 1.0 / load.experts
+            room -= load.nbytes
 
 
 # -- what people tune

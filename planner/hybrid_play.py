@@ -92,7 +92,18 @@ def play(
     What the cores read competes with links and disk for the DRAM port: where anything is brought
     or read, a second pass is played at the rate that the first one leaves.
     """
-    rates = Rates(
+    rates = rates_of(machine, state)
+    times, moved_nbytes = _pass(model, plan, work, rates, hit_rate, worth_s)
+    if moved_nbytes and 0.0 < times.step_s < worth_s:
+        left = port_left(machine.dram_bytes_per_s, moved_nbytes / times.step_s)
+        if left < rates.cpu_bytes_per_s:
+            rates = rates._replace(cpu_bytes_per_s=left)
+            times, _ = _pass(model, plan, work, rates, hit_rate, worth_s)
+    return times
+
+
+def rates_of(machine: Hardware, state: Conditions) -> Rates:
+    return Rates(
         cards=machine.cards,
         gpu=state.gpu,
         h2d_bytes_per_s=tuple(card.h2d_bytes_per_s * state.link for card in machine.cards),
@@ -102,13 +113,23 @@ def play(
         cpu_launch_s=machine.cpu_launch_s,
         disk_bytes_per_s=machine.disk_bytes_per_s * state.disk,
     )
-    times, moved_nbytes = _pass(model, plan, work, rates, hit_rate, worth_s)
-    if moved_nbytes and 0.0 < times.step_s < worth_s:
-        left = port_left(machine.dram_bytes_per_s, moved_nbytes / times.step_s)
-        if left < rates.cpu_bytes_per_s:
-            rates = rates._replace(cpu_bytes_per_s=left)
-            times, _ = _pass(model, plan, work, rates, hit_rate, worth_s)
-    return times
+
+
+def hops_between(model: Model, work: Work, rates: Rates) -> list[list[float]]:
+    """Seconds from side to side; from card to card through RAM, with both crossings."""
+    cards = range(len(rates.cards))
+    row_nbytes = model.row_nbytes * work.rows
+    to_s = [
+        card.crossing_s + row_nbytes / rate
+        for card, rate in zip(rates.cards, rates.h2d_bytes_per_s, strict=True)
+    ]
+    from_s = [
+        card.crossing_s + row_nbytes / rate
+        for card, rate in zip(rates.cards, rates.d2h_bytes_per_s, strict=True)
+    ]
+    hops = [[0.0, *to_s]]
+    hops += [[from_s[a], *(0.0 if a == b else from_s[a] + to_s[b] for b in cards)] for a in cards]
+    return hops
 
 
 def beside_cores(brought_nbytes: float, read_nbytes: float) -> float:
@@ -196,21 +217,7 @@ class _Step:
     def __init__(self, model: Model, work: Work, rates: Rates) -> None:
         self._model, self._rates = model, rates
         self._is_decode = work.phase == "decode"
-        cards = range(len(rates.cards))
-        row_nbytes = model.row_nbytes * work.rows
-        to_s = [
-            card.crossing_s + row_nbytes / rate
-            for card, rate in zip(rates.cards, rates.h2d_bytes_per_s, strict=True)
-        ]
-        from_s = [
-            card.crossing_s + row_nbytes / rate
-            for card, rate in zip(rates.cards, rates.d2h_bytes_per_s, strict=True)
-        ]
-        # From side to side; from card to card through RAM, with both crossings.
-        self._hops = [[0.0, *to_s]]
-        self._hops += [
-            [from_s[a], *(0.0 if a == b else from_s[a] + to_s[b] for b in cards)] for a in cards
-        ]
+        self._hops = hops_between(model, work, rates)
         self._ready = list(self._hops[0])  # when the activation is at each side
 
     def play(
