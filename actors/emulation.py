@@ -13,6 +13,8 @@ On a virtual clock: `World.step` computes, nothing waits. Rates are emulated, wh
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import cycle
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -38,6 +40,7 @@ SMALL_NBYTES = 1.5e6  # a matrix of this size reaches half of a rate
 READ_S = 1e-4  # before a read on demand begins
 LEAST_PART = 0.15  # of the DRAM port that cores get, however busy it is
 JITTER = 0.02  # standard deviation of each duration, as a part of it
+JITTERS = 32768  # that are drawn before they come round again: those of dozens of steps
 CORE_OFF_S = 4e-3  # how long a core is taken away at a time
 MOVE_PART = 0.25  # of a step that lanes give to a background move if nothing is left over
 WARM_AFTER_S = 30.0
@@ -105,6 +108,13 @@ class Span(NamedTuple):
     end_s: float
 
 
+@cache
+def _jitters(seed: int) -> tuple[float, ...]:
+    """What durations are multiplied by, one after the other."""
+    random = Random(seed)
+    return tuple(max(0.5, random.gauss(1.0, JITTER)) for _ in range(JITTERS))
+
+
 class World:
     """One model on one emulated machine, its clock, and what else runs there (`state`)."""
 
@@ -131,6 +141,7 @@ class World:
         self._routes = routes
         self._num_steps = 0
         self._random = Random(seed)
+        self._jitter = cycle(_jitters(seed))
         self._card_busy_s = 2 * WARM_AFTER_S if is_warm else 0.0
 
     def step(
@@ -180,7 +191,7 @@ class World:
         return (card.h2d_bytes_per_s if kind == "h2d" else card.d2h_bytes_per_s) * self.state.link
 
     def jitter(self) -> float:
-        return max(0.5, self._random.gauss(1.0, JITTER))
+        return next(self._jitter)
 
     def draw_hits(self, load: Load, part: float) -> int:
         """How many of the experts that one token chooses of a layer are among the hottest."""
@@ -218,10 +229,17 @@ class _Step:
         if not self.links:
             self.links = ["disk:0"]
         row_nbytes = world.model.row_nbytes * work.rows
-        self._cross_s = [
+        # Of each side, the cores first: what a crossing to or from it takes.
+        self._cross_s = [0.0] + [
             card.crossing_s + row_nbytes / (card.h2d_bytes_per_s * world.state.link)
             for card in machine.cards
         ]
+        self._hops = [
+            [0.0 if here == there else cross_s + its_s for there, its_s in enumerate(self._cross_s)]
+            for here, cross_s in enumerate(self._cross_s)
+        ]
+        self._links_rate = sum(card.h2d_bytes_per_s for card in machine.cards) * world.state.link
+        self._disk_rate = machine.disk_bytes_per_s * world.state.disk
         self._link_free_s = [0.0] * len(machine.cards)
         # Bytes that links and disk still have to bring for this step, whatever routers choose.
         dense = [
@@ -236,7 +254,7 @@ class _Step:
 
     def play(self) -> float:
         world = self._world
-        ready = [0.0, *self._cross_s]
+        ready = list(self._cross_s)
         layer: int | None = -1
         for load, site in zip(world.model.loads, self._plan.sites, strict=True):
             is_first = load.layer != layer
@@ -287,16 +305,11 @@ class _Step:
             ends = [(side, max(end_s, late_s)) for side, end_s in ends]
         if not ends:
             return ready
+        leaving = [(end_s, world.jitter(), self._hops[side]) for side, end_s in ends]
         return [
-            max(end_s + self._hop(side, there) for side, end_s in ends)
+            max([end_s + jitter * hops[there] for end_s, jitter, hops in leaving])
             for there in range(len(ready))
         ]
-
-    def _hop(self, here: int, there: int) -> float:
-        if here == there:
-            return 0.0
-        jitter = self._world.jitter()
-        return jitter * sum(self._cross_s[side - 1] for side in (here, there) if side)
 
     def _load_beside(self, parts: _Parts) -> float:
         """Bytes per second that links and disk take from the DRAM port while the cores compute.
@@ -304,14 +317,11 @@ class _Step:
         What is on its way ahead takes its part as long as anything is still to come; what a router
         has just chosen, as long as it is on its way.
         """
-        world = self._world
-        cores_s = parts.cpu_nbytes / world.machine.cpu_bytes_per_s
-        link = sum(card.h2d_bytes_per_s for card in world.machine.cards) * world.state.link
-        disk = world.machine.disk_bytes_per_s * world.state.disk
+        cores_s = parts.cpu_nbytes / self._world.machine.cpu_bytes_per_s
         load = 0.0
         for rate, ahead, now in (
-            (link, self._to_bring, parts.brought_nbytes),
-            (disk, self._to_read, parts.read_nbytes),
+            (self._links_rate, self._to_bring, parts.brought_nbytes),
+            (self._disk_rate, self._to_read, parts.read_nbytes),
         ):
             if ahead > 1.0:
                 load += rate

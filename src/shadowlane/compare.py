@@ -11,7 +11,7 @@ On a virtual clock: nothing runs, and everything here is emulated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from shadowlane.actors.emulation import Hidden, World
@@ -115,7 +115,7 @@ def _round(
         if strategy in BY_HAND:
             found = tuned(arena, strategy, job)
         else:
-            planned = planned or best_plan(arena, job, arena.machine)
+            planned = planned or best_plan(arena, job)
             setting, predicted = planned
             if strategy == OURS:
                 setting, predicted = learned(arena, job, setting)
@@ -216,15 +216,27 @@ def _ranked_prompts(
 # -- ours
 
 
-def best_plan(arena: Arena, job: Job, machine: Hardware) -> tuple[Setting, float]:
-    """(what the planner finds for `machine`, its chunk included; what it promises)."""
-    found: list[tuple[float, Setting]] = []
-    for rows in job.chunks():
-        work = job.work(rows)
-        answer = search(replace(arena.stated(work), machine=machine))
-        found.append((work.rows / answer.times.step_s, Setting(answer.plan, rows)))
-    promised, setting = max(found, key=lambda each: each[0])
-    return setting, promised
+def best_plan(arena: Arena, job: Job) -> tuple[Setting, float]:
+    """(what the planner finds for the file's machine, its chunk included; what it promises).
+
+    It plans for the longest chunk, and for the one that this plan would be fastest with.
+    """
+    first = _plan_for(arena, job, job.chunks()[-1])
+    rows = _best_chunk(arena, job, first[0].plan, arena.machine)
+    if rows == first[0].rows:
+        return first
+    return max(first, _plan_for(arena, job, rows), key=lambda each: each[1])
+
+
+def _plan_for(arena: Arena, job: Job, rows: int) -> tuple[Setting, float]:
+    work = job.work(rows)
+    answer = search(arena.stated(work))
+    return Setting(answer.plan, rows), work.rows / answer.times.step_s
+
+
+def _best_chunk(arena: Arena, job: Job, plan: Plan, machine: Hardware) -> int:
+    """The one that the planner's model would have this plan run with on `machine`."""
+    return max(job.chunks(), key=lambda rows: arena.predicted(Setting(plan, rows), job, machine))
 
 
 def learned(arena: Arena, job: Job, start: Setting) -> tuple[Setting, float]:
@@ -238,15 +250,15 @@ def learned(arena: Arena, job: Job, start: Setting) -> tuple[Setting, float]:
     settle_down(world, shadow, work)
     setting = Setting(shadow.plan, start.rows)
     promised = arena.predicted(setting, job, shadow.machine)
-    if len(job.chunks()) > 1:
-        other, its = best_plan(arena, job, shadow.machine)
-        if other.rows != start.rows and its > promised * (1.0 + CHUNK_GAIN):
-            work = job.work(other.rows)
-            shadow.handle(WorkChanged(work))
-            settle_down(world, shadow, work)
-            tried = Setting(shadow.plan, other.rows)
-            if arena.time(tried, job).tok_per_s > arena.time(setting, job).tok_per_s:
-                return tried, arena.predicted(tried, job, shadow.machine)
+    rows = _best_chunk(arena, job, shadow.plan, shadow.machine)
+    hoped = arena.predicted(Setting(shadow.plan, rows), job, shadow.machine)
+    if rows != start.rows and hoped > promised * (1.0 + CHUNK_GAIN):
+        work = job.work(rows)
+        shadow.handle(WorkChanged(work))
+        settle_down(world, shadow, work)
+        tried = Setting(shadow.plan, rows)
+        if arena.time(tried, job).tok_per_s > arena.time(setting, job).tok_per_s:
+            return tried, arena.predicted(tried, job, shadow.machine)
     return setting, promised
 
 
