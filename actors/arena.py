@@ -250,7 +250,9 @@ def plan_layout(
     # Beside cards other blocks may live here later, as many as the budget has room for.
     all_weights = sum(whole_pages(block.held_nbytes) for block in blueprint.catalog.blocks)
     spare = min(all_weights, placement.weights_nbytes + placement.ram - placement.total_nbytes)
-    weights_nbytes = spare if placement.cards else placement.weights_nbytes
+    weights_nbytes = placement.weights_nbytes
+    if placement.cards:
+        weights_nbytes = max(weights_nbytes, spare)
     weights = take(weights_nbytes)
     expert_slots = take(placement.experts_nbytes)
     expanded = {

@@ -7,6 +7,7 @@ going again when one has failed. Decides nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,11 +24,12 @@ from shadowlane.actors.recovery import (
     settle_counters,
     wait_until_parked,
 )
+from shadowlane.actors.requests import lanes_of
 from shadowlane.actors.spec import EngineSettings
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.files import ModelFiles
 from shadowlane.planner.heat import Heat
-from shadowlane.planner.placement import DISK_LANE, LaneSpec, Placement
+from shadowlane.planner.placement import DISK_LANE, Placement
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program, build_programs
 
@@ -81,10 +83,7 @@ class Crew:
     def __init__(
         self, host: Host, settings: EngineSettings, blueprint: Blueprint, files: ModelFiles
     ) -> None:
-        self.lanes = (
-            *(LaneSpec(f"cpu:{number}", len(each)) for number, each in enumerate(settings.cores)),
-            *(LaneSpec(f"gpu:{card}", 1) for card in range(len(settings.cards))),
-        )
+        self.lanes = lanes_of(settings)
         self._host = host
         self._settings = settings
         self._blueprint = blueprint
@@ -198,6 +197,9 @@ class Crew:
             each.result()
         if self._blueprint.experts is not None:
             self.disk_lane.call("keep_experts", self._heat, self._settings.expert_policy).result()
+        # What an older placement alone had in memory is gone, and no step will run under it.
+        now = self.placement.placement_id
+        self._published = {key: each for key, each in self._published.items() if key >= now}
         for published in list(self._published.values()):
             for answer in self.publish(published.placement):
                 answer.pending.result()
@@ -436,7 +438,7 @@ class Crew:
     def go_on_moving(self, moves: Moves) -> bool:
         """Whether all has arrived. What goes to cards follows once it is in RAM.
 
-        Raises LaneDied; then what was on its way is moved anew by whoever asks again.
+        Raises LaneDied; then nothing is on its way any more, and all of it has to be moved anew.
         """
         if moves.why is not None:
             return True
@@ -494,6 +496,10 @@ class Crew:
 
     def _undo(self, moves: Moves) -> None:
         """Give back what was taken for a placement that will not come."""
+        for each in moves.pending:  # nothing may be written there once it is given to others
+            with suppress(Exception):  # it is not wanted, whatever became of it
+                each.result()
+        moves.pending, moves.later = [], []
         for each in moves.taken:
             for offset, nbytes in each.homes.drop(each.offsets):
                 self._arena.release(offset, nbytes)

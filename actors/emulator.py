@@ -24,10 +24,15 @@ class Emulator:
     """See the module."""
 
     def __init__(
-        self, arena: Arena, layout: ArenaLayout, emulated: Emulated, row_nbytes: float
+        self,
+        arena: Arena,
+        layout: ArenaLayout,
+        emulated: Emulated,
+        row_nbytes: float,
+        slowed: float,
     ) -> None:
         """row_nbytes: of one row of activations, as it crosses a link."""
-        self.slowed = emulated.slowed
+        self.slowed = slowed
         hidden = Hidden.drawn(emulated.seed) if emulated.is_hidden else Hidden()
         self.machine: Hardware = true_machine(emulated.hardware, hidden)
         self._seed = emulated.seed
@@ -82,6 +87,13 @@ class Emulator:
             [*links, (machine.disk_bytes_per_s * state.disk, 0.0)], len(lanes)
         ):
             self._write(number, {law.BYTES_PER_S: rate, law.LAUNCH_S: launch_s})
+
+    def overrun_s(self) -> dict[str, float]:
+        """By lane: seconds that this machine's kernels took beyond what was to be emulated."""
+        return {
+            name: float(fields[law.OVERRUN_S]) / self.slowed
+            for name, fields in zip(self._layout.lanes, self._laws, strict=False)
+        }
 
     def _write(self, number: int, values: dict[int, float]) -> None:
         fields = self._laws[number]

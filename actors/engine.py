@@ -30,6 +30,7 @@ from shadowlane.actors.gauges import Gauges
 from shadowlane.actors.hosts import Host, LaneDied, LaneFailed
 from shadowlane.actors.records import RecordWriter, StepPlan
 from shadowlane.actors.recovery import kill_quietly
+from shadowlane.actors.requests import num_workers, request_of
 from shadowlane.actors.routing import RoutingTap, check_routing
 from shadowlane.actors.sequence import NO_EXPERTS, ExpertUse, LaneUse, Sequence, TextSink, since
 from shadowlane.actors.shadow_link import ShadowLink
@@ -41,7 +42,7 @@ from shadowlane.ops.rope import inv_freq
 from shadowlane.ops.sampling import SamplingParams
 from shadowlane.ops.warm import is_warm
 from shadowlane.planner import events as ev
-from shadowlane.planner.card_planner import CardPlanner
+from shadowlane.planner.card_planner import first_over_cards
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.hardware import Conditions
@@ -49,7 +50,7 @@ from shadowlane.planner.heat import Heat, informed
 from shadowlane.planner.hit_rate import curve_of, hit_rate, with_measured
 from shadowlane.planner.hybrid import ACTIVATION_NBYTES
 from shadowlane.planner.measured import HITS_STEPS
-from shadowlane.planner.placement import Placement, Request
+from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Profile
 from shadowlane.planner.search import place
 
@@ -59,6 +60,9 @@ IDLE_S = 0.2  # how often an idle engine looks after its lanes
 RESTARTS = 3  # how often lanes are started again before the engine gives up
 HEAT_S = 2.0  # a disk lane that does not say by then what was chosen is not waited for
 CLOSED = "the engine was closed"
+# What one thread that stands in for a card is sure to do, where lanes are emulated.
+KERNEL_BYTES_PER_S = 3e9
+INSTRUCTION_S = 2e-4  # a wait, a hold and a barrier
 
 
 class EngineError(Exception):
@@ -77,28 +81,14 @@ class Engine:
         blueprint: Blueprint | None = None,
     ) -> None:
         """`blueprint`: a part of the model instead of all of it, for measurements."""
-        workers = sum(len(cores) for cores in settings.cores) + len(settings.cards)
-        whole, self.files = read_blueprint(root, options, workers)
+        whole, self.files = read_blueprint(root, options, num_workers(settings))
         self.blueprint = blueprint or whole
         self._trace = check_routing(self.blueprint, settings)
         self.catalog = self.blueprint.catalog  # with what is known of the use of experts
         self.settings = settings
         self.crew = Crew(host, settings, self.blueprint, self.files)
         self.lanes = self.crew.lanes
-        self.request = Request(
-            ram=settings.ram,
-            lanes=self.lanes,
-            context=options.context,
-            max_batch=options.max_batch,
-            num_slots=settings.num_slots,
-            expand=settings.expand,
-            subchunks=settings.subchunks,
-            machine=settings.emulated.hardware if settings.emulated else None,
-            cards=tuple(card.memory for card in settings.cards),
-            strategy=settings.strategy,
-            strategy_layers=settings.strategy_layers,
-            replan=settings.replan,
-        )
+        self.request = request_of(options, settings)
         self.batch = Batch(options, self.blueprint.few_rows)
         self.shadow = ShadowLink(host, self.blueprint.catalog, self.request, self.crew, settings)
         self.arena: Arena | None = None
@@ -126,7 +116,7 @@ class Engine:
     @property
     def slowed(self) -> float:
         """Seconds here for one second of the machine whose speed the lanes have."""
-        return self.settings.emulated.slowed if self.settings.emulated is not None else 1.0
+        return self.emulator.slowed if self.emulator is not None else 1.0
 
     @property
     def placement(self) -> Placement:
@@ -181,7 +171,7 @@ class Engine:
         self._write_constants(arena)
         if emulated is not None:
             row_nbytes = self.blueprint.config.hidden_size * ACTIVATION_NBYTES
-            self.emulator = Emulator(arena, self.layout, emulated, row_nbytes)
+            self.emulator = Emulator(arena, self.layout, emulated, row_nbytes, self._slowed(first))
         self.set_spin_us(None, self.settings.spin_us)
         self.crew.load_first(first, self.gauges.disk_statistics(), tell, heat)
         if not is_warm(layouts):
@@ -215,9 +205,7 @@ class Engine:
         if shares is None and self.shadow.is_open:
             return self.shadow.first_placement(self.catalog, profile)
         if self.request.cards:
-            (command,) = CardPlanner(self.catalog, self.request).handle(ev.EngineStarted())
-            assert isinstance(command, ev.PublishPlacement)
-            return command.placement
+            return first_over_cards(self.catalog, self.request)
         cost = CostModel(profile)
         if shares is None:  # a plan that stays needs no planner beside it
             return place(self.catalog, self.request, cost, placement_id=1)
@@ -250,6 +238,19 @@ class Engine:
             values = arena.view(layout.constant_offsets[source.name], np.float32, count)
             held = (count - 1) * source.step + 1
             values[:] = expand_rows(source.layout, raw, 1, held)[0][:: source.step]
+
+    def _slowed(self, placement: Placement) -> float:
+        """How much slower than the emulated machine this one has to run, as was asked or guessed.
+
+        Its kernels must be through before an instruction would end there.
+        """
+        emulated = self.settings.emulated
+        assert emulated is not None
+        if emulated.slowed is not None:
+            return emulated.slowed
+        nbytes = sum(block.nbytes for block in self.catalog.blocks)
+        here_s = nbytes / KERNEL_BYTES_PER_S + len(self.catalog.groups) * INSTRUCTION_S
+        return max(1.0, round(here_s / max(placement.predicted_step_s, 1e-6)))
 
     def set_spin_us(self, lane: str | None, spin_us: int) -> None:
         """How long the waits of a lane (None: of all) may spin before they sleep."""

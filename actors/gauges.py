@@ -22,6 +22,7 @@ from shadowlane.actors.arena import (
     ArenaLayout,
 )
 from shadowlane.actors.sequence import ExpertUse
+from shadowlane.ops import emulated as law
 from shadowlane.ops import table as t
 from shadowlane.planner.events import RunQueueDelayed
 from shadowlane.planner.experts import POLICIES
@@ -60,6 +61,10 @@ class Gauges:
             )
             for number in range(sparse_layers)
         ]
+        self._laws = [
+            arena.view(at, np.float64, law.LAW_FIELDS)
+            for at in (layout.laws if layout.is_emulated else ())
+        ]
         self._links = {
             f"h2d:{card}": arena.view(at, np.int64, LINK_STATISTICS)
             for card, at in enumerate(layout.links)
@@ -73,8 +78,10 @@ class Gauges:
     def busy_ns(self) -> dict[str, tuple[int, int]]:
         """(busy, waiting) ns of each lane since the start; of a compute lane, its workers' mean."""
         result = {}
-        for spec, rows in zip(self._lanes, self._workers, strict=True):
+        for number, (spec, rows) in enumerate(zip(self._lanes, self._workers, strict=True)):
             busy = sum(int(row[t.BUSY_NS]) for row in rows) // spec.threads
+            if self._laws:  # one worker holds an instruction while the others are through
+                busy = round(float(self._laws[number][law.BUSY_S]) * 1e9)
             waiting = sum(int(row[t.WAIT_NS]) + int(row[t.DISK_WAIT_NS]) for row in rows)
             result[spec.name] = (busy, waiting // spec.threads)
         for name, fields in self._links.items():

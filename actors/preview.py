@@ -8,16 +8,19 @@ from typing import Any
 
 from shadowlane.actors.blueprint import Blueprint, read_blueprint
 from shadowlane.actors.machine import hardware_fingerprint
+from shadowlane.actors.requests import num_workers, request_of
 from shadowlane.actors.routing import check_routing, routed_model
 from shadowlane.actors.service import profile_path, read_heat, read_profile
 from shadowlane.actors.spec import ServiceSpec
 from shadowlane.ops.files import open_model
 from shadowlane.ops.tokenizer import load_tokenizer
 from shadowlane.paths import cache_dir
+from shadowlane.planner.card_planner import first_over_cards
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report
+from shadowlane.planner.explain_cards import card_report
 from shadowlane.planner.heat import informed
-from shadowlane.planner.placement import LaneSpec, Placement, Request
+from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Profile
 from shadowlane.planner.routing import RoutedModel
 from shadowlane.planner.search import place
@@ -32,7 +35,11 @@ def preview(spec: ServiceSpec) -> dict[str, Any]:
     check_routing(blueprint, spec.settings)
     cost = CostModel(profile)
     placement = first_placement(spec, blueprint, cost)
-    report = plan_report(blueprint.catalog, placement, cost)
+    if placement.cards:
+        request = request_of(spec.options, spec.settings)
+        report = card_report(blueprint.catalog, placement, request)
+    else:
+        report = plan_report(blueprint.catalog, placement, cost)
     report["notes"] = [*spec.notes, *blueprint.notes, *report["notes"]]
     report["model"] = str(spec.root)
     report["dtype"] = blueprint.dtype
@@ -55,18 +62,9 @@ def check_tokenizer(spec: ServiceSpec) -> None:
 
 
 def first_placement(spec: ServiceSpec, blueprint: Blueprint, cost: CostModel) -> Placement:
-    lanes = tuple(
-        LaneSpec(f"cpu:{number}", len(cores)) for number, cores in enumerate(spec.settings.cores)
-    )
-    request = Request(
-        ram=spec.settings.ram,
-        lanes=lanes,
-        context=spec.options.context,
-        max_batch=spec.options.max_batch,
-        num_slots=spec.settings.num_slots,
-        expand=spec.settings.expand,
-        subchunks=spec.settings.subchunks,
-    )
+    request = request_of(spec.options, spec.settings)
+    if request.cards:
+        return first_over_cards(blueprint.catalog, request)
     return place(blueprint.catalog, request, cost)
 
 
@@ -94,7 +92,6 @@ def _path(spec: ServiceSpec, blueprint: Blueprint) -> Path:
 
 
 def _read(spec: ServiceSpec) -> tuple[Blueprint, Profile | None]:
-    workers = sum(len(cores) for cores in spec.settings.cores)
-    blueprint, _ = read_blueprint(spec.root, spec.options, workers)
+    blueprint, _ = read_blueprint(spec.root, spec.options, num_workers(spec.settings))
     catalog = informed(blueprint.catalog, read_heat(blueprint))
     return replace(blueprint, catalog=catalog), read_profile(_path(spec, blueprint))

@@ -35,6 +35,7 @@ from shadowlane.ops.tokenizer import Tokenizer, load_tokenizer, read_eos_token_i
 from shadowlane.paths import cache_dir, last_timeline_path
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report, tiers
+from shadowlane.planner.explain_cards import card_report, card_tiers
 from shadowlane.planner.heat import Heat, heat_from_json, merged
 from shadowlane.planner.hit_rate import with_measured
 from shadowlane.planner.profile import Profile
@@ -130,6 +131,8 @@ class Service:
     # -- profile
 
     def _find_profile(self, engine: Engine) -> Profile | None:
+        if self._spec.settings.emulated is not None:
+            return None  # this machine's speed says nothing of the one that is emulated
         threads = [len(cores) for cores in self._spec.settings.cores]
         hardware = hardware_fingerprint(threads, engine.files.root)
         path = profile_path(hardware, engine.blueprint)
@@ -346,7 +349,11 @@ class Service:
     def plan(self) -> dict[str, Any]:
         """The plan in force; see `planner/explain.py`."""
         engine = self.engine
-        report = plan_report(engine.catalog_now(), engine.placement, CostModel(self._profile))
+        placement = engine.placement
+        if placement.cards:
+            report = card_report(engine.catalog, placement, engine.request)
+        else:
+            report = plan_report(engine.catalog_now(), placement, CostModel(self._profile))
         report["notes"] = list(
             dict.fromkeys([*engine.notes, *engine.shadow.notes, *report["notes"]])
         )
@@ -365,13 +372,14 @@ class Service:
             raise ValueError("the newest request ended before its first step: it has no figures")
         placement = engine.placement
         generated = len(sequence.generated)
-        decode_s = timing.ended - timing.first_token
-        prefill_s = timing.first_token - timing.started
+        scale = engine.slowed  # seconds here for one second of what is told
+        decode_s = (timing.ended - timing.first_token) / scale
+        prefill_s = (timing.first_token - timing.started) / scale
         new_tokens = len(sequence.prompt) - timing.cached_tokens
         window = max(1e-9, timing.ended - timing.started)
         lanes = {
             name: {
-                "busy_s": busy,
+                "busy_s": busy / scale,
                 "busy_pct": round(min(100.0, 100 * busy / window), 1),
                 "nbytes": nbytes,
             }
@@ -397,8 +405,14 @@ class Service:
             "cached_tokens": timing.cached_tokens,
             "completion_tokens": generated,
             "finish_reason": sequence.finish_reason,
-            "ttft_s": timing.first_token - timing.submitted if generated else None,
-            "prefill_tok_per_s": new_tokens / prefill_s if generated and prefill_s > 0 else None,
+            # Of prompts emulation says too little: see docs/calibration.md.
+            "ttft_s": (timing.first_token - timing.submitted)
+            if generated and engine.emulator is None
+            else None,
+            "prefill_tok_per_s": new_tokens / prefill_s
+            if generated and prefill_s > 0 and engine.emulator is None
+            else None,
+            "prefill_s": prefill_s if generated else None,
             "decode_tok_per_s": (generated - 1) / decode_s
             if generated > 1 and decode_s > 0
             else None,
@@ -407,7 +421,10 @@ class Service:
                 "plan_id": placement.placement_id,
                 "replans": engine.shadow.replans,
                 "predicted_decode_tok_per_s": 1 / predicted if predicted else None,
-                "tiers": tiers(engine.blueprint.catalog, placement),
+                "tiers": (card_tiers if placement.cards else tiers)(
+                    engine.blueprint.catalog, placement
+                ),
+                "strategy": placement.strategy,
                 "read_nbytes_per_token": read,
                 "arena_nbytes": placement.total_nbytes,
                 "expanded_nbytes": placement.expanded_nbytes,
@@ -416,10 +433,12 @@ class Service:
             "lanes": lanes,
             "experts": experts,
             "bottleneck": bottleneck(lanes),
-            "emulated": False,
+            "emulated": engine.emulator is not None,
+            "slowed": scale,
+            "overrun_s": engine.emulator.overrun_s() if engine.emulator is not None else None,
             "predicted_step_s": predicted or None,
             "predicted_at_hits_step_s": at_hits_s,  # with the hits that there were
-            "measured_step_s": statistics.median(steps) if steps else None,
+            "measured_step_s": statistics.median(steps) / scale if steps else None,
             "notes": list(
                 dict.fromkeys([*engine.notes, *engine.shadow.notes, *_cut_short(sequence)])
             ),
@@ -443,14 +462,19 @@ class Service:
 
     def _timeline(self, engine: Engine) -> dict[str, Any]:
         workers = [
-            (number, worker, engine.gauges.worker_spans(number, worker))
+            (spec.name, worker, engine.gauges.worker_spans(number, worker))
             for number, spec in enumerate(engine.lanes)
             for worker in range(spec.threads)
         ]
+        reads = {
+            f"h2d:{card}": engine.gauges.link_spans(card)
+            for card in range(len(engine.placement.cards))
+        }
+        reads["disk:0"] = engine.gauges.disk_spans()
         return make_timeline(
             engine.blueprint.catalog,
             workers,
-            engine.gauges.disk_spans(),
+            reads,
             list(engine.shadow.decisions),
         )
 

@@ -152,8 +152,16 @@ class ShadowLink:
         if self._moves is None and self._to_move:
             self._moves = self._crew.start_moving(self._to_move.popleft())
         moves = self._moves
-        if moves is None or not self._crew.go_on_moving(moves):
+        if moves is None:
             return
+        try:
+            if not self._crew.go_on_moving(moves):
+                return
+        except LaneDied:
+            self._moves = None
+            if not moves.is_withdrawn:
+                self._to_move.appendleft(moves.placement)
+            raise
         self._moves = None
         if moves.is_withdrawn:
             return

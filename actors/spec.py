@@ -15,6 +15,7 @@ from shadowlane.planner.placement import Expand
 
 PREFILL_CHUNK = 512
 SPIN_US = 50  # a spin shorter than a wake-up puts both sides of a barrier to sleep in turn
+SMALL = 1.5e6  # bytes of a matrix that reaches half of a rate, on machines as they are
 READ_DEPTH = 4  # reads in flight: four threads reach what the disk gives
 
 DataType = Literal["float32", "bfloat16", "float16"]
@@ -59,8 +60,8 @@ class Emulated:
     hardware: Hardware
     seed: int = 0
     is_hidden: bool = False  # rates are off from what the file says, each by a factor of its own
-    slowed: float = 1.0  # seconds here for one emulated second
-    small_nbytes: float = 1.5e6  # a matrix of this size reaches half of a rate
+    slowed: float | None = None  # seconds here for one emulated second; None: chosen by the plan
+    small_nbytes: float = SMALL  # a matrix of this size reaches half of a rate
     script: tuple[tuple[int, Conditions], ...] = ()  # what is left from so many decode steps on
 
 

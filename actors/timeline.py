@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from shadowlane.planner.catalog import Catalog
 
-LANE_PROCESS = {"cpu": 1, "disk": 100}
+FIRST_PROCESS = {"cpu": 1, "gpu": 20, "h2d": 40, "disk": 100}
 WAIT_NS = 1000  # shorter gaps are the walk itself
 
 
 def make_timeline(
     catalog: Catalog,
-    workers: Iterable[tuple[int, int, np.ndarray]],
-    disk_spans: np.ndarray,
+    workers: Iterable[tuple[str, int, np.ndarray]],
+    reads: Mapping[str, np.ndarray],
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Trace events, JSON-able.
 
-    workers: (lane, worker, spans), spans int64 [n, 5] as `ops/table.py` has them; disk_spans: int64
-    [n, 5]: step, block, start_ns, end_ns, bytes.
+    workers: (lane, worker, spans), spans int64 [n, 5] as `ops/table.py` has them; reads: of the
+    disk and of each link, by the lane's name, int64 [n, 5]: step, block, start_ns, end_ns, bytes.
     """
     events: list[dict[str, Any]] = []
     for lane, worker, spans in workers:
-        process = LANE_PROCESS["cpu"] + lane
-        _name(events, process, f"cpu:{lane}", worker, f"worker {worker}")
+        process = _process(lane)
+        _name(events, process, lane, worker, f"worker {worker}")
         before: tuple[int, int] | None = None
         for step, group, start, end, waited in spans.tolist():
             if before is not None and before[0] == step and start - before[1] > WAIT_NS:
@@ -37,18 +37,32 @@ def make_timeline(
                 details["waited_for_disk_us"] = waited / 1000
             events.append(_event(catalog.groups[group].name, process, worker, start, end, details))
             before = (step, end)
-    process = LANE_PROCESS["disk"]
+    for lane, spans in reads.items():
+        _add_reads(events, catalog, lane, spans)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "metadata": {"notes": list(notes)}}
+
+
+def _add_reads(
+    events: list[dict[str, Any]], catalog: Catalog, lane: str, spans: np.ndarray
+) -> None:
+    """What the disk has read or a link has copied."""
+    process, verb = _process(lane), "read" if lane.startswith("disk") else "copy"
     rows: list[int] = []  # end of the last read in each row: reads overlap, rows must not
-    for step, block, start, end, nbytes in sorted(disk_spans.tolist(), key=lambda each: each[2]):
+    for step, block, start, end, nbytes in sorted(spans.tolist(), key=lambda each: each[2]):
         row = next((index for index, until in enumerate(rows) if until <= start), len(rows))
         if row == len(rows):
             rows.append(end)
-            _name(events, process, "disk:0", row, f"read {row}")
+            _name(events, process, lane, row, f"{verb} {row}")
         rows[row] = end
         details = {"sweep": step, "bytes": nbytes}
         what = _read_of(catalog, block)
-        events.append(_event(f"read {what}", process, row, start, end, details))
-    return {"traceEvents": events, "displayTimeUnit": "ms", "metadata": {"notes": list(notes)}}
+        events.append(_event(f"{verb} {what}", process, row, start, end, details))
+
+
+def _process(lane: str) -> int:
+    """A number for Perfetto, which shows processes in their order."""
+    kind, number = lane.split(":")
+    return FIRST_PROCESS[kind] + int(number)
 
 
 def _read_of(catalog: Catalog, number: int) -> str:

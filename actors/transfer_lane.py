@@ -137,8 +137,8 @@ class TransferLane:
         """
         moved = 0
         for block, source, target in moves:
-            if self._stopping.is_set():
-                break
+            if self._stopping.is_set() or counter_value(self._arena.base + self._layout.abort):
+                raise ValueError(f"h2d:{self.card}: stopped while blocks were moved")
             moved += self._copy(block, source, target, step=0)
             self._statistics[MOVED_NBYTES] += self._blueprint.sources[block].held_nbytes
         return moved

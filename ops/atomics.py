@@ -135,6 +135,7 @@ read_f64 = _plain_load("read_f64", ir.DoubleType(), types.float64, 8)
 write_i32 = _plain_store("write_i32", I32, types.int32, 4)
 write_i64 = _plain_store("write_i64", I64, types.int64, 8)
 write_f32 = _plain_store("write_f32", ir.FloatType(), types.float32, 4)
+write_f64 = _plain_store("write_f64", ir.DoubleType(), types.float64, 8)
 
 
 @intrinsic

@@ -17,7 +17,15 @@ from typing import Any, Final
 import numpy as np
 
 from shadowlane.ops import table as t
-from shadowlane.ops.atomics import load32, now_ns, read_f64, read_i32, read_i64, sleep_in
+from shadowlane.ops.atomics import (
+    load32,
+    now_ns,
+    read_f64,
+    read_i32,
+    read_i64,
+    sleep_in,
+    write_f64,
+)
 from shadowlane.ops.compiled import njit
 
 # the law of one lane, float64
@@ -36,7 +44,9 @@ SEED: Final = 11
 SKIPS: Final = 12  # 1: only time passes, nothing is computed
 ROW_NBYTES: Final = 13  # of a row of activations that crosses
 SMALL_NBYTES: Final = 14  # a matrix of this size reaches half of a rate
-LAW_FIELDS: Final = 16
+OVERRUN_S: Final = 15  # written by the lane: what its kernels took beyond the modelled time
+BUSY_S: Final = 16  # written by the lane: inside instructions, by the clock of this machine
+LAW_FIELDS: Final = 24
 LAW_NBYTES: Final = LAW_FIELDS * 8
 
 # What all emulated lanes of a machine see, float64 at the front: bytes per second that each link is
@@ -47,7 +57,6 @@ LOADS_NBYTES: Final = 128
 FIRST_OF_LAYER: Final = 3.0  # launches that a card pays for at once, when a layer begins
 REST_OF_LAYER: Final = 0.5  # ... and for each group after that
 CHUNK_S: Final = 2e-6  # what each copy of a link costs beside its bytes
-SMALL: Final = 1.5e6  # bytes of a matrix that reaches half of a rate, on machines as they are
 LEAST_PART: Final = 0.15  # of the DRAM port that cores get, however busy it is
 CORE_OFF_S: Final = 4e-3  # how long a core is taken away at a time
 LAST_PART: Final = 0.25  # of an instruction that is left when the last of its weights has come
@@ -189,7 +198,15 @@ def hold(base: int, geometry: Any, row: Any, record: int, ready_ns: int, late_ns
     end_ns = begin_ns + int(working * slowed)
     if late_ns > 0:
         end_ns = max(end_ns, late_ns + int(working * LAST_PART * slowed))
-    sleep_until(end_ns, law, base + geometry[t.ABORT])
+    over_ns = now_ns() - end_ns
+    if over_ns > 0:
+        write_f64(law + 8 * OVERRUN_S, law_f64(law, OVERRUN_S) + over_ns * 1e-9)
+    else:
+        sleep_until(end_ns, law, base + geometry[t.ABORT])
+    busy_ns = now_ns() - max(begin_ns, late_ns)
+    if late_ns > 0:  # what was there could be worked on while the rest was on its way
+        busy_ns = max(busy_ns, int(working * slowed))
+    write_f64(law + 8 * BUSY_S, law_f64(law, BUSY_S) + busy_ns * 1e-9)
     return begin_ns
 
 

@@ -15,5 +15,7 @@ With cards, at the grain of groups, from hardware files:
 hardware   cards, links, processor, disk   hybrid          loads, sites, plans as data
 hybrid_play     a plan played through      hybrid_layouts  what people tune by hand
 hybrid_search   finding a better one       hybrid_bounds   what no plan can beat
+card_placement  a plan in whole blocks (draft, sections: its parts)
+plan_of         a placement as a plan      hand_placement  layouts by hand as placements
 hybrid_shadow   a plan watched, and changed     scenarios  what changing could win
 """

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
 
 from shadowlane.planner import events as ev
 from shadowlane.planner.card_placement import place_on_cards
 from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.context import DEFAULT_CONTEXT
 from shadowlane.planner.hand_placement import plan_by_hand
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import Model, Plan, Prompts, Work, assumed_hits, model_of
 from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import (
+    Arrived,
     Command,
     Explained,
     HybridShadow,
@@ -59,18 +60,16 @@ class CardPlanner:
     def __init__(
         self, catalog: Catalog, request: Request, settings: Settings | None = None
     ) -> None:
-        assert request.machine is not None, "cards are planned for on a machine that is described"
         self.catalog = catalog
         self.request = request
         self.settings = settings or Settings()
         self.placements = Placements(self.settings, self.story)
         self.history: deque[str] = deque(maxlen=100)
-        self.model: Model = model_of(catalog, catalog.model)
-        self._machine: Hardware = within_budgets(request.machine, request)
-        context = min(request.context or self.model.max_context, self.model.max_context)
-        self._work = Work(sequences=1, context=min(512, context), max_context=context)
-        if request.max_batch > 1:
-            self._work = replace(self._work, sequences=request.max_batch)
+        asked = question_over_cards(catalog, request)
+        self.model: Model = asked.model
+        self._machine: Hardware = asked.machine
+        self._work = asked.work
+        self._prompts = asked.prompts
         self._shadow: HybridShadow | None = None
         self._expected: dict[int, _Expected] = {}
         self._after: Placement | None = None  # what a first stage makes room for
@@ -122,7 +121,7 @@ class CardPlanner:
         return commands
 
     def _begin(self) -> list[ev.Command]:
-        question = self._question(self._machine)
+        question = question_over_cards(self.catalog, self.request)
         strategy = self.request.strategy
         if strategy == OURS:
             plan = search(question).plan
@@ -133,18 +132,6 @@ class CardPlanner:
         return self.placements.publish(
             Option.as_placed(placement.strategy, placement), f"first plan: {placement.strategy}"
         )
-
-    def _question(self, machine: Hardware) -> Question:
-        """For decode, and one chunk of a prompt for every so many tokens of answers."""
-        hits = assumed_hits(self.model)
-        return Question(self.model, machine, self._work, hit_rate=hits, prompts=self._prompts)
-
-    @property
-    def _prompts(self) -> Prompts:
-        """For each token of an answer, so many of a prompt, in chunks of what one step carries."""
-        rows = min(self.catalog.subchunk_rows, self._work.max_context)
-        work = Work("prefill", rows=rows, context=rows, max_context=self._work.max_context)
-        return Prompts(work, PROMPT_TOKENS / rows)
 
     def _open_shadow(self, placement: Placement) -> None:
         """Layouts by hand stay as they are: they are what a shadow is measured against."""
@@ -197,8 +184,7 @@ class CardPlanner:
             return self.placements.publish(
                 Option.as_placed(after.strategy, after), f"second stage of {after.strategy}"
             )
-        if self._shadow.moving is not None:
-            self._shadow.handle(StepMeasured(0.0, {}, moved_nbytes=inf))
+        self._shadow.handle(Arrived())
         self._shadow.plan = plan_of(self.catalog, record.placement, self.model)
         return []
 
@@ -254,8 +240,9 @@ class CardPlanner:
         assert active is not None, "steps retire under it"
         question = self._shadow.question
         placement = self._exact(wanted, question)
-        staying_s = question.times(plan_of(self.catalog, active, self.model)).step_s
-        is_forced = explained is None
+        staying = plan_of(self.catalog, active, self.model)
+        staying_s = question.times(staying).step_s
+        is_forced = explained is None or not question.fits(staying)
         worth_s = staying_s * (1.0 - self._shadow.settings.gain)
         if _is_same(placement, active) or not (is_forced or placement.predicted_step_s < worth_s):
             # What was promised was lost in rounding.
@@ -263,11 +250,9 @@ class CardPlanner:
             self._shadow.plan = plan_of(self.catalog, active, self.model)
             return []
         stage = first_stage(self.catalog, active, placement)
-        if stage is not None:
-            self._after, placement_now = placement, stage
-        else:
-            placement_now = placement
-        reason = f"{placement.strategy}: what runs does not fit any more"
+        self._after = None if stage is None else placement
+        placement_now = stage or placement
+        reason = f"what runs does not fit any more: {placement.strategy}"
         if explained is not None:
             reason = (
                 f"{explained.why}: {_ms(staying_s)} a step if nothing changes, "
@@ -281,6 +266,32 @@ class CardPlanner:
             placement.predicted_step_s, staying_s, []
         )
         return published
+
+
+def first_over_cards(catalog: Catalog, request: Request) -> Placement:
+    """What an engine would start with. Raises InfeasiblePlan, TooLarge, ValueError."""
+    (command,) = CardPlanner(catalog, request).handle(ev.EngineStarted())
+    assert isinstance(command, ev.PublishPlacement)
+    return command.placement
+
+
+def question_over_cards(catalog: Catalog, request: Request) -> Question:
+    """For decode, and a part of a chunk of a prompt for every token of an answer."""
+    assert request.machine is not None, "cards are planned for on a machine that is described"
+    model = model_of(catalog, catalog.model)
+    context = min(request.context or DEFAULT_CONTEXT, model.max_context)
+    work = Work(
+        sequences=request.max_batch,
+        rows=request.max_batch,
+        context=min(512, context),
+        max_context=context,
+    )
+    rows = min(catalog.subchunk_rows, context)
+    prompt = Work("prefill", rows=rows, context=rows, max_context=context)
+    machine = within_budgets(request.machine, request)
+    hits = assumed_hits(model)
+    prompts = Prompts(prompt, PROMPT_TOKENS / rows)
+    return Question(model, machine, work, hit_rate=hits, prompts=prompts)
 
 
 def within_budgets(machine: Hardware, request: Request) -> Hardware:

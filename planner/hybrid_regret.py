@@ -55,8 +55,8 @@ def exact(
     `start` is said where none is faster by `CLOSE`. Branch and bound, group after group: what is
     decided is played without waiting for links, what is not costs its cheapest option once room and
     link have a price. Of partial plans that bring the same and leave the same room, to a part in
-    `GRAINS`, only the fastest is followed. Leaves are played in full. Not strict: of all those that
-    bring as much, wherever in the model; much sooner, and a few per cent may be missed.
+    `GRAINS`, only the fastest is followed. Leaves are played in full. Not strict: also of those
+    that bring as much, wherever in the model; much sooner, and a few per cent may be missed.
 
     Raises TooManyPlans.
     """

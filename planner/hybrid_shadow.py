@@ -66,6 +66,11 @@ class WorkChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrived:
+    """All that was moved for is there, and the plan it was moved for in force."""
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """What was moved for will not come: the plan in force stays."""
 
@@ -96,7 +101,7 @@ class Explained:
     moved_nbytes: float  # by all lanes
 
 
-Event = StepMeasured | MemoryTaken | WorkChanged | Refused
+Event = StepMeasured | MemoryTaken | WorkChanged | Arrived | Refused
 Command = Move | Switch | Explained
 
 
@@ -161,6 +166,8 @@ class HybridShadow:
         if isinstance(event, WorkChanged):
             self._work = event.work
             return self._refit("the work has changed")
+        if isinstance(event, Arrived):
+            return [] if self._target is None else self._switch(self._target)
         if isinstance(event, Refused):
             self._target, self._moves, self._to_move = None, None, 0.0
             self._wait = min(self.settings.max_steps_between, 2 * self._wait)
@@ -231,7 +238,8 @@ class HybridShadow:
         """Rates so that the plan in force would be predicted as it was measured.
 
         is_fresh: the plan has just begun. Cores that are slower than predicted while links work
-        beside them are then put down to the DRAM port, later on to the cores.
+        beside them are then put down to the DRAM port, later on to the cores; the other way round
+        where only that explains how long the step took.
         """
         predicted = self.question.times(self.plan)
         factor = {
@@ -272,21 +280,33 @@ class HybridShadow:
             machine.cpu_flops,
         )
         reached = min(cores, port_left(port, beside)) * factor
-        if factor < 1.0 and beside and is_fresh:
-            port = reached + beside
-        else:
-            if factor > 1.0:
-                port = max(port, reached + beside)
-                cores = max(cores, reached) if beside else reached
-            else:
-                cores = reached
-            flops = machine.cpu_flops * cores / machine.cpu_bytes_per_s
-        self.machine = replace(
-            machine,
-            cpu_bytes_per_s=_within(cores, stated.cpu_bytes_per_s),
-            dram_bytes_per_s=_within(max(port, cores), stated.dram_bytes_per_s),
-            cpu_flops=_within(flops, stated.cpu_flops),
-        )
+
+        def with_rates(cores: float, port: float, flops: float) -> Hardware:
+            return replace(
+                machine,
+                cpu_bytes_per_s=_within(cores, stated.cpu_bytes_per_s),
+                dram_bytes_per_s=_within(max(port, cores), stated.dram_bytes_per_s),
+                cpu_flops=_within(flops, stated.cpu_flops),
+            )
+
+        if factor > 1.0:
+            cores = max(cores, reached) if beside else reached
+            port = max(port, reached + beside)
+            self.machine = with_rates(cores, port, flops * cores / machine.cpu_bytes_per_s)
+            return
+        slower_cores = with_rates(reached, port, flops * reached / cores)
+        if not beside:
+            self.machine = slower_cores
+            return
+        full_port = with_rates(cores, reached + beside, flops)
+        guesses = [full_port, slower_cores] if is_fresh else [slower_cores, full_port]
+        first, second = (self._misfit(guess, now) for guess in guesses)
+        self.machine = guesses[0] if first <= second + SURE else guesses[1]
+
+    def _misfit(self, machine: Hardware, now: StepMeasured) -> float:
+        """How far a step of the plan in force would be predicted from how it was measured."""
+        times = replace(self.question, machine=machine).times(self.plan)
+        return abs(times.step_s / now.seconds - 1.0)
 
     # -- thinking
 

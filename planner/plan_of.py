@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.hybrid import Model, Plan, Site
@@ -102,26 +103,40 @@ def _over(
     cuts = cuts_of(catalog, group)
     able = [MIN_SLOTS * part.slot_nbytes <= part.budget for part in placement.cards]
     first = sum(index in card_of for index in group.blocks)
-    found = [(0, _ends(group, cuts, 0, card_of, count))]
-    found += [
-        (cuts.blocks.index(first), _ends(group, cuts, first, each, count)) for each in brought
-    ]
-    found = [(low, ends) for low, ends in found if ends[-1] > low]
-
-    def is_kept(until: Sequence[float], *, low: int, ends: list[int], is_home: bool) -> bool:
-        if not is_home:
-            until = until_each(_differences(until), able)
-        return bool(until) and parted(cuts, low, ends[-1], until) == ends
-
-    candidates = [[_part(cuts, low, ends[-1], end) for end in ends] for low, ends in found]
-    candidates += _between(cuts, found, count)
+    start = cuts.blocks.index(first)
+    found = [_Shared(0, _ends(group, cuts, 0, card_of, count), [True] * count)]
+    found += [_Shared(start, _ends(group, cuts, first, each, count), able) for each in brought]
+    found = [each for each in found if each.ends[-1] > each.low]
+    if not found:
+        return _nobody(placement)
+    candidates = [each.until(cuts) for each in found]
+    candidates.append(_between(cuts, found, count))
+    candidates.append(_between(cuts, [each for each in found if all(each.able)], count))
     for until in candidates:
-        if all(
-            is_kept(until, low=low, ends=ends, is_home=low == 0 and bool(first))
-            for low, ends in found
-        ):
+        if all(each.comes_of(cuts, until) for each in found):
             return tuple(_differences(until))
-    return tuple(_differences(candidates[0])) if found else _nobody(placement)
+    return tuple(_differences(candidates[0]))
+
+
+class _Shared(NamedTuple):
+    """What lives on cards, or is brought to them, in the order of the cards."""
+
+    low: int  # where it begins, as a place of the cuts
+    ends: list[int]  # of each card's
+    able: list[bool]  # cards that may have any
+
+    def until(self, cuts: Cuts) -> list[float]:
+        """Parts up to and with each card's."""
+        return [self.part(cuts, end) for end in self.ends]
+
+    def part(self, cuts: Cuts, place: int) -> float:
+        base = cuts.nbytes[self.low]
+        return (cuts.nbytes[place] - base) / (cuts.nbytes[self.ends[-1]] - base)
+
+    def comes_of(self, cuts: Cuts, until: Sequence[float]) -> bool:
+        """Whether it is what `until` rounds to."""
+        among = until_each(_differences(until), self.able)
+        return bool(among) and parted(cuts, self.low, self.ends[-1], among) == self.ends
 
 
 def _ends(group: Group, cuts: Cuts, first: int, card_of: dict[int, int], count: int) -> list[int]:
@@ -133,28 +148,21 @@ def _ends(group: Group, cuts: Cuts, first: int, card_of: dict[int, int], count: 
     return ends
 
 
-def _part(cuts: Cuts, low: int, high: int, place: int) -> float:
-    base = cuts.nbytes[low]
-    return (cuts.nbytes[place] - base) / (cuts.nbytes[high] - base)
-
-
 def _differences(until: Sequence[float]) -> list[float]:
     return [later - sooner for sooner, later in pairwise((0.0, *until))]
 
 
-def _between(
-    cuts: Cuts, found: Sequence[tuple[int, list[int]]], count: int
-) -> Iterator[list[float]]:
-    """In the middle of what rounds to all of the sections, card by card."""
+def _between(cuts: Cuts, found: Sequence[_Shared], count: int) -> list[float]:
+    """In the middle of what rounds to all of them, card by card."""
     until: list[float] = []
     for card in range(count - 1):
         least, most = 0.0, 1.0
-        for low, ends in found:
-            end, high = ends[card], ends[-1]
-            here = _part(cuts, low, high, end)
-            if end > low:
-                least = max(least, (_part(cuts, low, high, end - 1) + here) / 2)
-            if end < high:
-                most = min(most, (here + _part(cuts, low, high, end + 1)) / 2)
+        for each in found:
+            end = each.ends[card]
+            here = each.part(cuts, end)
+            if end > each.low:
+                least = max(least, (each.part(cuts, end - 1) + here) / 2)
+            if end < each.ends[-1]:
+                most = min(most, (here + each.part(cuts, end + 1)) / 2)
         until.append(max((least + most) / 2, until[-1] if until else 0.0))
-    yield [*until, 1.0]
+    return [*until, 1.0]

@@ -25,16 +25,17 @@ from shadowlane.arguments import (
     switch,
     whole_number,
 )
+from shadowlane.emulate import emulated_machine, strategy_of
 from shadowlane.models import resolve_model
 from shadowlane.ops.sampling import SamplingParams
 from shadowlane.prompts import as_ids, as_messages, as_prompt, as_prompts, checked_params
-from shadowlane.sizes import free_ram, parse_size
+from shadowlane.sizes import format_size, free_ram, parse_size
 
 if TYPE_CHECKING:
     import numpy as np
 
     from shadowlane.actors.cluster import Cluster
-    from shadowlane.actors.spec import Chunk, DataType, KvType, ServiceSpec
+    from shadowlane.actors.spec import CardSettings, Chunk, DataType, Emulated, KvType, ServiceSpec
     from shadowlane.ops.pack import PackLayout
     from shadowlane.planner.placement import Expand
 
@@ -76,6 +77,14 @@ class LLM:
     replay_routing makes routers choose what such a file says (what is written then means nothing),
     expert_policy ("lru/layer", ...) keeps a mixture's experts by one policy.
 
+    hardware: a file that describes a machine with cards, which is then emulated: lanes give the
+    same tokens and take its time, `slowed` times slower (None: as slow as they must be). gpu_memory
+    of each card: "6GiB", or one for each, "6GiB,4GiB". strategy, gpu_layers, cpu_moe, n_cpu_moe: a
+    layout by hand instead of the best that is found. emulate_seed hides factors on all rates;
+    fixed_costs below 1 makes launches and crossings as cheap beside the weights of a small model as
+    they are beside those of a large one;
+    disturb: "40:cpu=0.4,vram=1GiB" lets other programs take something from 40 tokens on.
+
     Joins a running Ray cluster, or starts one of its own for as long as it lives.
     Raises ValueError, shadowlane.ops.errors.ModelError or OSError, each with one line that says
     what, the rule and the value.
@@ -105,6 +114,16 @@ class LLM:
         trace_routing: str | Path | None = None,
         replay_routing: str | Path | None = None,
         expert_policy: str | None = None,
+        hardware: str | Path | None = None,
+        gpu_memory: str | int | None = None,
+        strategy: str | None = None,
+        gpu_layers: int | None = None,
+        cpu_moe: bool = False,
+        n_cpu_moe: int | None = None,
+        slowed: float | None = None,
+        emulate_seed: int | None = None,
+        fixed_costs: float = 1.0,
+        disturb: Sequence[str] = (),
         dashboard: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -136,6 +155,16 @@ class LLM:
             trace_routing=trace_routing,
             replay_routing=replay_routing,
             expert_policy=expert_policy,
+            hardware=hardware,
+            gpu_memory=gpu_memory,
+            strategy=strategy,
+            gpu_layers=gpu_layers,
+            cpu_moe=cpu_moe,
+            n_cpu_moe=n_cpu_moe,
+            slowed=slowed,
+            emulate_seed=emulate_seed,
+            fixed_costs=fixed_costs,
+            disturb=disturb,
         )
         from shadowlane.actors.cluster import is_joined, join_cluster, running_address
 
@@ -343,6 +372,16 @@ def make_spec(
     trace_routing: str | Path | None = None,
     replay_routing: str | Path | None = None,
     expert_policy: str | None = None,
+    hardware: str | Path | None = None,
+    gpu_memory: str | int | None = None,
+    strategy: str | None = None,
+    gpu_layers: int | None = None,
+    cpu_moe: bool = False,
+    n_cpu_moe: int | None = None,
+    slowed: float | None = None,
+    emulate_seed: int | None = None,
+    fixed_costs: float = 1.0,
+    disturb: Sequence[str] = (),
 ) -> ServiceSpec:
     """What is to be served, with every default decided. Reads nothing of the model."""
     from shadowlane.actors.machine import assign_cores
@@ -350,6 +389,11 @@ def make_spec(
     from shadowlane.ops.table import FEW_ROWS
     from shadowlane.planner.experts import policy_named
 
+    machine = {"slowed": slowed, "emulate_seed": emulate_seed, "disturb": disturb}
+    cards, emulated = _machine(hardware, gpu_memory, fixed_costs, **machine)
+    layout, layers = strategy_of(strategy, gpu_layers, cpu_moe, n_cpu_moe)
+    if emulated is None and layout != "auto":
+        raise ValueError("strategy needs hardware: without cards there is nothing to place on them")
     threads = None if cpu_threads is None else whole_number("cpu_threads", cpu_threads, 1)
     cores, notes = assign_cores(threads, whole_number("cpu_workers", cpu_workers, 1))
     options = Options(
@@ -363,7 +407,11 @@ def make_spec(
         else whole_number("prefill_chunk", prefill_chunk, 1),
     )
     settings = EngineSettings(
-        ram=free_ram().budget_nbytes if ram is None else parse_size(ram, "ram"),
+        ram=_ram(ram, emulated),
+        cards=cards,
+        emulated=emulated,
+        strategy=layout,
+        strategy_layers=layers,
         cores=tuple(cores),
         expand=_expand(expand, is_budget_named=ram is not None),
         direct=switch("direct_io", direct_io),
@@ -377,6 +425,34 @@ def make_spec(
         expert_policy=None if expert_policy is None else policy_named(expert_policy).name,
     )
     return ServiceSpec(path.absolute(), options, settings, notes)
+
+
+def _machine(
+    hardware: str | Path | None, gpu_memory: str | int | None, fixed_costs: float, **how: Any
+) -> tuple[tuple[CardSettings, ...], Emulated | None]:
+    if hardware is not None:
+        how["seed"] = how.pop("emulate_seed")
+        return emulated_machine(hardware, gpu_memory, fixed_costs=fixed_costs, **how)
+    for name, value in how.items():
+        if value not in (None, ()):
+            raise ValueError(f"{name} needs hardware, the machine that is to be emulated")
+    if gpu_memory is not None and str(gpu_memory).strip() != "0":
+        got = format_size(parse_size(gpu_memory, "gpu_memory"))
+        raise ValueError(
+            f"gpu_memory must be 0 without a hardware file: no card is served yet; got {got}"
+        )
+    return (), None
+
+
+def _ram(asked: str | int | None, emulated: Emulated | None) -> int:
+    """The budget; of an emulated machine no more than it has and no more than is free here."""
+    if asked is not None:
+        return parse_size(asked, "ram")
+    free = free_ram().budget_nbytes
+    if emulated is None:
+        return free
+    machine = emulated.hardware
+    return min(free, int(machine.ram_nbytes - machine.reserved_nbytes))
 
 
 def _expand(asked: bool | None, *, is_budget_named: bool) -> Expand:

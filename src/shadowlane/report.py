@@ -99,12 +99,12 @@ def summary(stats: Json) -> RenderableType:
         ),
         (
             "weights",
-            f"{size(tiers['ram'])} in RAM, {size(tiers['disk'])} only on disk; "
-            f"{size(plan['read_nbytes_per_token'])} read for each token",
+            f"{_where(tiers)}; {size(plan['read_nbytes_per_token'])} read for each token",
         ),
         *_expert_facts(stats),
         ("plan", f"{plan['plan_id']}, re-planned {replans} time{'' if replans == 1 else 's'}"),
         ("load", seconds(stats["load_s"])),
+        *_emulation(stats),
     ]
     lanes = _table(
         ("lane", "left"), ("busy", "right"), ("of the time", "right"), ("moved", "right")
@@ -121,6 +121,27 @@ def summary(stats: Json) -> RenderableType:
     if stats["bottleneck"] not in stats["lanes"]:
         parts.append(Text(f"bottleneck: {stats['bottleneck']}"))
     return Lines(*parts)
+
+
+def _emulation(stats: Json) -> list[tuple[str, str]]:
+    if not stats["emulated"]:
+        return []
+    return [
+        (
+            "emulated",
+            f"seconds of a machine that is not here; each took {stats.get('slowed', 1):g} s here",
+        )
+    ]
+
+
+def _where(tiers: Json) -> str:
+    """2.0 GiB in RAM, 1.5 GiB on gpu:0, 0 B only on disk."""
+    cards = "".join(
+        f"{size(nbytes)} on gpu:{name[5:]}, "
+        for name, nbytes in tiers.items()
+        if name.startswith("vram:")
+    )
+    return f"{size(tiers['ram'])} in RAM, {cards}{size(tiers['disk'])} only on disk"
 
 
 def _at_hits(stats: Json) -> str:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
 from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.cost import CostModel
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.placement import (
     MIN_SLOTS,
     CardPart,
     LaneSpec,
     Placement,
+    Request,
     Share,
 )
-from shadowlane.planner.search import UNDIVIDED
+from shadowlane.planner.program import build_programs
+from shadowlane.planner.search import UNDIVIDED, place
+from shadowlane.planner.validate import validate
 
 CARD = Card(
     name="a card for tests",
@@ -81,10 +85,10 @@ def over_cards(
         ends = sorted(random.choices(points, k=2 * cards))
         bounds = [0, *ends, group.units]
         parts: dict[str, list[Share]] = {"decode": [], "prefill": []}
-        for place, (first, last) in enumerate(pairwise(bounds)):
+        for number, (first, last) in enumerate(pairwise(bounds)):
             if first == last:
                 continue
-            card = None if place == 2 * cards else names[place // 2]
+            card = None if number == 2 * cards else names[number // 2]
             within = [
                 index
                 for index in group.blocks
@@ -93,7 +97,7 @@ def over_cards(
             ]
             if card is None:
                 lanes = {"decode": "cpu:0", "prefill": "cpu:0"}
-            elif place % 2 == 0 or not within:
+            elif number % 2 == 0 or not within:
                 lanes = {"decode": card, "prefill": card}
                 resident[card] += within
                 leaves |= {index for index in within if random.random() < 0.5}
@@ -143,3 +147,17 @@ def over_cards(
 
 def specs(names: Sequence[str]) -> tuple[LaneSpec, ...]:
     return tuple(LaneSpec(name, 1) for name in names)
+
+
+def drawn(seed: int, cards: int) -> Callable[[Catalog, Request], Placement]:
+    """What a scripted planner begins with: a placement over cards at random, which can run."""
+
+    def first(catalog: Catalog, request: Request) -> Placement:
+        processors = replace(request, lanes=(LaneSpec("cpu:0", 1),))
+        whole = place(catalog, processors, CostModel(None))
+        placement = over_cards(catalog, whole, seed, cards)
+        for phase in ("decode", "prefill"):
+            validate(catalog, placement, build_programs(catalog, placement, phase), phase)
+        return placement
+
+    return first

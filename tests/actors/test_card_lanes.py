@@ -7,18 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cards import machine_with, over_cards
+from cards import drawn, machine_with
 from inprocess import AMPLE, ONE_THREAD, cut, running, small_blocks, weights_nbytes
 from tiny import tiny_tokens
 
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.spec import CardSettings, Emulated
-from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.cost import CostModel
-from shadowlane.planner.placement import LaneSpec, Placement, Request
-from shadowlane.planner.program import build_programs
-from shadowlane.planner.search import place
-from shadowlane.planner.validate import validate
 
 OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
@@ -39,18 +33,6 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 def expected(model: Path) -> list[int]:
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         return engine.generate(PROMPT)
-
-
-def drawn(seed: int, cards: int) -> Callable[[Catalog, Request], Placement]:
-    def first(catalog: Catalog, request: Request) -> Placement:
-        processors = replace(request, lanes=(LaneSpec("cpu:0", 1),))
-        whole = place(catalog, processors, CostModel(None))
-        placement = over_cards(catalog, whole, seed, cards)
-        for phase in ("decode", "prefill"):
-            validate(catalog, placement, build_programs(catalog, placement, phase), phase)
-        return placement
-
-    return first
 
 
 @pytest.mark.parametrize("cards", [1, 2])
@@ -95,7 +77,7 @@ def test_changing_what_lives_where_while_tokens_are_made_changes_none(
         for turn in range(1, 5):
             again = drawn(10 * seed + turn, 2)(catalog, running_now.request)
             planner.script.append((3 * turn, replace(again, placement_id=turn)))
-        for _ in range(50):
+        for _ in range(200):
             assert engine.generate(PROMPT) == expected
             if len(planner.announced) == 5:
                 break

@@ -32,7 +32,7 @@ Fails = Callable[..., str]
         (["--ram", "0"], "--ram must be at least one byte"),
         (
             ["--gpu-memory", "6"],
-            "--gpu-memory must be 0 while there is no GPU lane; got 6.00 GiB",
+            "--gpu-memory must be 0 without a hardware file: no card is served yet",
         ),
         (["--gpu-memory", "x"], "--gpu-memory must be a size"),
         (["--cpu-threads", "0"], "--cpu-threads must be at least 1; got 0 (see"),

@@ -21,6 +21,7 @@ from shadowlane.sizes import format_size
 from .conftest import PLAN, FakeEngine, a_real_plan
 
 Command = Callable[..., Result]
+LAPTOP = Path(__file__).parents[2] / "examples" / "hardware" / "rtx-3060-laptop-6gb.yaml"
 
 
 def test_run_prints_text_on_stdout_and_the_rest_on_stderr(
@@ -75,6 +76,8 @@ def test_every_option_reaches_the_engine(
         *("--weights", "q4_1"),
         *("-n", 3, "--temp", 0.5, "--top-k", 5, "--top-p", 0.9, "--min-p", 0.1),
         *("--repeat-penalty", 1.1, "--seed", 7, "--stop", "a b", "--stop", "c"),
+        *("--hardware", LAPTOP, "--slowed", 9, "--emulate-seed", 4, "--n-cpu-moe", 3),
+        *("--disturb", "40:cpu=0.4", "--disturb", "80:"),
     )
     assert result.exit_code == 0, result.output
     assert engine.arguments == {
@@ -89,6 +92,15 @@ def test_every_option_reaches_the_engine(
         "expand": False,
         "prefetch": False,
         "trace_routing": None,
+        "hardware": LAPTOP,
+        "gpu_memory": "0",
+        "strategy": None,
+        "gpu_layers": None,
+        "cpu_moe": False,
+        "n_cpu_moe": 3,
+        "slowed": 9.0,
+        "emulate_seed": 4,
+        "disturb": ("40:cpu=0.4", "80:"),
     }
     params = engine.requests[0][2]
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 5, 0.9, 0.1)

@@ -110,7 +110,11 @@ def test_names_of_one_command_do_not_last(engine: FakeEngine) -> None:
         ("CPU_THREADS", "lots", "SHADOWLANE_CPU_THREADS must be a whole number; got 'lots'"),
         ("CPU_WORKERS", "9", "SHADOWLANE_CPU_WORKERS must not be more than the 4 threads"),
         ("RAM", "lots", "SHADOWLANE_RAM must be a size such as 6GiB, 512MiB or 1.5GB; got 'lots'"),
-        ("GPU_MEMORY", "1", "SHADOWLANE_GPU_MEMORY must be 0 while there is no GPU lane; got 1.00"),
+        (
+            "GPU_MEMORY",
+            "1",
+            "SHADOWLANE_GPU_MEMORY must be 0 without a hardware file",
+        ),
         ("DTYPE", "int3", "SHADOWLANE_DTYPE must be one of float32, bfloat16, float16; got 'int3'"),
         ("TEMP", "-1", "SHADOWLANE_TEMP must not be negative; got -1.0"),
         ("SEED", "x", "SHADOWLANE_SEED must be a whole number; got 'x'"),

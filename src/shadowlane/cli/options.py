@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shadowlane.arguments import DTYPES, KV_NAMES, PACK_NAMES
+from shadowlane.emulate import STRATEGIES
 from shadowlane.models import DEFAULT_MODEL
 from shadowlane.sizes import format_size, parse_size
 
@@ -91,6 +92,7 @@ ModelArgument = Annotated[
 _MEMORY = "Memory"
 _COMPUTE = "Compute"
 _SAMPLING = "Sampling"
+_CARDS = "Cards"
 
 Ram = Annotated[
     str | None,
@@ -107,9 +109,99 @@ GpuMemory = Annotated[
     option(
         "--gpu-memory",
         metavar="SIZE",
-        help="Most VRAM to use. There is no GPU lane yet, so only 0 is accepted, but by plan "
-        "--hardware, which takes it as the room on each card.",
+        help="Most memory of each card to use, or one size for each: 6GiB,4GiB. Cards are emulated "
+        "so far, and come with --hardware; without it only 0 is accepted.",
         rich_help_panel=_MEMORY,
+    ),
+]
+Hardware = Annotated[
+    Path | None,
+    option(
+        "--hardware",
+        metavar="FILE",
+        help="Emulate the machine that this file describes, cards included (examples/hardware has "
+        "some): the same tokens, in its time, told as its seconds.",
+        rich_help_panel=_CARDS,
+    ),
+]
+Strategy = Annotated[
+    str | None,
+    option(
+        "--strategy",
+        **{**choice(*STRATEGIES), "metavar": "LAYOUT"},
+        help="Place groups over cards by this layout instead of the best that is found: "
+        "layer-split, layer-stream, row-split, attention-gpu, cpu-moe or cpu, each with its best "
+        "number of layers.",
+        rich_help_panel=_CARDS,
+    ),
+]
+GpuLayers = Annotated[
+    int | None,
+    option(
+        "--gpu-layers",
+        metavar="N",
+        **whole_number(0),
+        help="Keep the last N layers on cards and compute the others in RAM.",
+        rich_help_panel=_CARDS,
+    ),
+]
+CpuMoe = Annotated[
+    bool,
+    option(
+        "--cpu-moe",
+        help="Keep all but the experts of a mixture on cards.",
+        rich_help_panel=_CARDS,
+    ),
+]
+NCpuMoe = Annotated[
+    int | None,
+    option(
+        "--n-cpu-moe",
+        metavar="N",
+        **whole_number(0),
+        help="The same for the first N layers; the experts of others are on cards too.",
+        rich_help_panel=_CARDS,
+    ),
+]
+Slowed = Annotated[
+    float | None,
+    option(
+        "--slowed",
+        metavar="X",
+        **number(),
+        help="Run an emulated machine X times slower than it would be. Default: as slow as this "
+        "machine needs to be through in time.",
+        rich_help_panel=_CARDS,
+    ),
+]
+EmulateSeed = Annotated[
+    int | None,
+    option(
+        "--emulate-seed",
+        metavar="N",
+        **whole_number(0),
+        help="Hide a factor between 0.7 and 1.3 on each rate of the emulated machine, drawn from "
+        "this seed, for the planner to learn.",
+        rich_help_panel=_CARDS,
+    ),
+]
+Disturb = Annotated[
+    list[str] | None,
+    option(
+        "--disturb",
+        metavar="TOKENS:WHAT",
+        help="Let other programs take of the emulated machine: 40:cpu=0.4,vram=1GiB leaves 0.4 of "
+        "the cores and takes 1 GiB of each card from 40 tokens on; 80: gives all back. May be "
+        "given several times. Names: cpu, gpu, link, disk, vram, ram.",
+        rich_help_panel=_CARDS,
+    ),
+]
+Explain = Annotated[
+    bool,
+    option(
+        "--explain",
+        help="Say of each change of plan what was measured, what moved, what was expected and what "
+        "came of it.",
     ),
 ]
 CtxSize = Annotated[
@@ -306,14 +398,24 @@ class EngineOptions:
     weights: str | None = None
     kv: str | None = None
     expand: bool | None = None
+    hardware: Path | None = None
+    strategy: str | None = None
+    gpu_layers: int | None = None
+    cpu_moe: bool = False
+    n_cpu_moe: int | None = None
+    slowed: float | None = None
+    emulate_seed: int | None = None
+    disturb: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         from shadowlane.actors.machine import assign_cores
 
         self.ram_nbytes()
-        if self.gpu_memory is not None and self.gpu_memory.strip() != "0":
-            size = format_size(parse_size(self.gpu_memory, "gpu_memory"))
-            raise ValueError(f"gpu_memory must be 0 while there is no GPU lane; got {size}")
+        if self.hardware is None and self.gpu_memory not in (None, "0"):
+            size = format_size(parse_size(self.gpu_memory or "0", "gpu_memory"))
+            raise ValueError(
+                f"gpu_memory must be 0 without a hardware file: no card is served yet; got {size}"
+            )
         assign_cores(self.cpu_threads, self.cpu_workers)
 
     def ram_nbytes(self) -> int | None:
@@ -330,6 +432,15 @@ class EngineOptions:
             "weights": self.weights,
             "kv": self.kv,
             "expand": self.expand,
+            "hardware": self.hardware,
+            "gpu_memory": self.gpu_memory,
+            "strategy": self.strategy,
+            "gpu_layers": self.gpu_layers,
+            "cpu_moe": self.cpu_moe,
+            "n_cpu_moe": self.n_cpu_moe,
+            "slowed": self.slowed,
+            "emulate_seed": self.emulate_seed,
+            "disturb": self.disturb,
         }
 
     def open(

@@ -84,7 +84,7 @@ def plan(
 
     With --hardware, all of it is predicted for another machine: what a card
     would bring, which layout would be fastest there and what would hold it up.
-    Nothing runs, and there is no GPU lane yet that could: figures are emulated.
+    Nothing runs: figures are emulated.
     """
     if hardware is not None:
         _refuse_what_is_only_here(context)

@@ -52,6 +52,15 @@ def run(
     cpu_threads: options.CpuThreads = None,
     cpu_workers: options.CpuWorkers = 1,
     trace_routing: options.TraceRouting = None,
+    hardware: options.Hardware = None,
+    strategy: options.Strategy = None,
+    gpu_layers: options.GpuLayers = None,
+    cpu_moe: options.CpuMoe = False,
+    n_cpu_moe: options.NCpuMoe = None,
+    slowed: options.Slowed = None,
+    emulate_seed: options.EmulateSeed = None,
+    disturb: options.Disturb = None,
+    explain: options.Explain = False,
     dtype: options.DtypeOption = None,
     kv: options.Kv = None,
     expand: options.Expand = None,
@@ -70,7 +79,23 @@ def run(
     a chat template get it as a user's message; --raw continues it as it is.
     """
     engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv, expand
+        ram,
+        gpu_memory,
+        cpu_threads,
+        cpu_workers,
+        dtype,
+        ctx_size,
+        weights,
+        kv,
+        expand,
+        hardware,
+        strategy,
+        gpu_layers,
+        cpu_moe,
+        n_cpu_moe,
+        slowed,
+        emulate_seed,
+        tuple(disturb or ()),
     )
     params = options.sampling_params(
         max_tokens,
@@ -112,6 +137,8 @@ def run(
     if not "".join(written).endswith("\n"):
         print(flush=True)
     show_summary(stats)
+    if explain:
+        show_decisions(stats)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
@@ -130,6 +157,15 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if not prompt.strip():
         raise ValueError(f"a prompt must hold some text; got {prompt!r}")
     return prompt
+
+
+def show_decisions(stats: dict[str, object]) -> None:
+    """What the planner decided while the answer was written, and what came of it."""
+    decisions = list(stats.get("decisions") or ())  # type: ignore[call-overload]
+    if not decisions:
+        typer.echo("the plan was never changed: nothing promised enough", err=True)
+    for number, text in enumerate(decisions, 1):
+        typer.echo(f"{number}. {text}", err=True)
 
 
 def show_summary(stats: dict[str, object]) -> None:

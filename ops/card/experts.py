@@ -1,0 +1,144 @@
+"""The experts of a mixture on a card: the choice, the experts that are here, the sum.
+
+A *pair* is a row and one of the experts it goes to, number row * top_k + rank. Each resident
+expert's output row is left where its pair is, and nobody else's is touched: what other lanes
+compute is copied to its place, and then everything is added up in the router's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shadowlane.ops.card.buffers import CardBuffers, StepRows
+from shadowlane.ops.card.products import CardBlock, Products
+from shadowlane.ops.moe_config import MoeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class CardExpert:
+    """One expert's matrices on the card: gate and up [inner, hidden], down [hidden, inner]."""
+
+    gate: CardBlock
+    up: CardBlock
+    down: CardBlock
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBiases:
+    """Stacked biases of a layer's experts, float32 [experts, rows]."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+def activate(gate: torch.Tensor, up: torch.Tensor, moe: MoeConfig | None) -> torch.Tensor:
+    """What stands between the two halves of an MLP: silu, or GPT-OSS's clamped form."""
+    if moe is None or not moe.swiglu_limit:
+        return torch.nn.functional.silu(gate) * up
+    gate = gate.clamp(max=moe.swiglu_limit)
+    up = up.clamp(-moe.swiglu_limit, moe.swiglu_limit)
+    return (up + 1) * gate * torch.sigmoid(gate * moe.swiglu_alpha)
+
+
+class Experts:
+    """Routes and experts of all layers of one model on one card."""
+
+    def __init__(self, moe: MoeConfig, buffers: CardBuffers, products: Products) -> None:
+        self._moe, self._buffers, self._products = moe, buffers, products
+
+    def route(self, rows: StepRows) -> None:
+        """Choose for every row, from `router`: into `route_ids` and `route_weights`, by rank.
+
+        Of equal logits the first comes first, as in `ops/routes.py`. The logit of the shared
+        expert's gate becomes its factor.
+        """
+        moe, count, buffers = self._moe, rows.num_rows, self._buffers
+        logits = buffers.router[:count, : moe.num_experts]
+        if moe.has_shared_gate:
+            buffers.router[:count, moe.num_experts :].sigmoid_()
+        chosen, ids = logits.sort(dim=-1, descending=True, stable=True)
+        chosen = chosen[:, : moe.top_k]
+        if moe.norm_topk or moe.softmax_chosen:
+            weights = chosen.softmax(-1)
+        else:
+            weights = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
+        buffers.route_ids[:count] = ids[:, : moe.top_k]
+        buffers.route_weights[:count] = weights
+
+    def compute(
+        self,
+        inputs: tuple[torch.Tensor | None, torch.Tensor | None],
+        resident: Mapping[int, CardExpert],
+        ids: np.ndarray,
+        rows: StepRows,
+        biases: ExpertBiases | None,
+    ) -> None:
+        """The resident experts with the rows that chose them.
+
+        inputs: the normalised decode rows, float32, and chunk rows, compute type; ids: what
+        `route_ids` holds, [rows, top_k], on the host, where the next product depends on it.
+        """
+        buffers, top_k = self._buffers, self._moe.top_k
+        decode, chunk = inputs
+        if decode is not None:
+            part = slice(0, rows.num_decode)
+            self._rows(decode, part, resident, ids, biases, buffers.expert_output, False)
+        if chunk is None:
+            return
+        for first, last in rows.subchunks():
+            part = slice(rows.num_decode + first, rows.num_decode + last)
+            outputs = buffers.expert_output_chunk[first * top_k :]
+            self._rows(chunk[first:last], part, resident, ids, biases, outputs, True)
+
+    def _rows(
+        self,
+        inputs: torch.Tensor,
+        part: slice,
+        resident: Mapping[int, CardExpert],
+        ids: np.ndarray,
+        biases: ExpertBiases | None,
+        outputs: torch.Tensor,
+        is_chunk: bool,
+    ) -> None:
+        """Some rows of the step; `outputs` begins with the pairs of the first.
+
+        Pairs are put in the order of their experts on the device, and counted on the host: nothing
+        is copied, so nothing waits for what is ahead in the stream.
+        """
+        multiply = self._products.many if is_chunk else self._products.few
+        order = self._buffers.route_ids[part].flatten().argsort(stable=True)
+        counts = np.bincount(ids[part].reshape(-1), minlength=self._moe.num_experts)
+        ends = counts.cumsum().tolist()
+        for expert in np.flatnonzero(counts).tolist():
+            if expert not in resident:
+                continue
+            pairs = order[ends[expert] - counts[expert] : ends[expert]]
+            gathered = inputs[pairs // self._moe.top_k]
+            one = resident[expert]
+            gate = multiply(gathered, one.gate, 0, one.gate.num_rows)
+            up = multiply(gathered, one.up, 0, one.up.num_rows)
+            if biases is not None:
+                gate, up = gate + biases.gate[expert], up + biases.up[expert]
+            activated = activate(gate, up, self._moe).to(inputs.dtype)
+            found = multiply(activated, one.down, 0, one.down.num_rows)
+            if biases is not None:
+                found = found + biases.down[expert]
+            outputs[pairs] = found.to(outputs.dtype)
+
+    def add(self, rows: StepRows) -> None:
+        """Add the experts' outputs of all rows to the residual stream, by rank."""
+        buffers, top_k, decode = self._buffers, self._moe.top_k, rows.num_decode
+        for first, count, outputs in (
+            (0, decode, buffers.expert_output),
+            (decode, rows.num_prefill, buffers.expert_output_chunk),
+        ):
+            by_rank = outputs[: count * top_k].unflatten(0, (count, top_k))
+            weights = buffers.route_weights[first : first + count]
+            for rank in range(top_k):
+                weighed = by_rank[:, rank].float() * weights[:, rank, None]
+                buffers.residual[first : first + count] += weighed

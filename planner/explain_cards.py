@@ -1,0 +1,146 @@
+"""A plan over cards in rows, as plain data: where each group goes, predicted bytes and speeds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shadowlane.planner.card_planner import question_over_cards
+from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.hybrid_bounds import hybrid_bounds
+from shadowlane.planner.placement import Placement, Request
+from shadowlane.planner.plan_of import plan_of
+
+
+def card_report(catalog: Catalog, placement: Placement, request: Request) -> dict[str, Any]:
+    """As `plan_report`. All seconds are of the machine that the request describes: emulated."""
+    question = question_over_cards(catalog, request)
+    plan = plan_of(catalog, placement, question.model)
+    decode = question.times(plan)
+    prompts = question.prompts
+    assert prompts is not None
+    prefill = question.times(plan, work=prompts.work)
+    least = hybrid_bounds(replace(question, prompts=None))
+    return {
+        "placement_id": placement.placement_id,
+        "strategy": placement.strategy,
+        "why": "predicted fastest of all that were tried"
+        if request.strategy == "auto"
+        else "as it was asked for",
+        "measured": False,
+        "unmeasured": [],
+        "emulated": True,
+        "budget": {"ram": placement.ram, **{each.lane: each.budget for each in placement.cards}},
+        "bytes": {
+            "weights": placement.weights_nbytes,
+            "experts": placement.experts_nbytes,
+            "slots": placement.slots_nbytes,
+            "kv": placement.kv_nbytes,
+            "scratch": placement.scratch_nbytes,
+            "constants": placement.constants_nbytes,
+            "expanded": placement.expanded_nbytes,
+            "total": placement.total_nbytes,
+            "cards": {
+                card.lane: {
+                    "weights": card.weights_nbytes,
+                    "slots": card.slots_nbytes,
+                    "kv": card.kv_nbytes,
+                    "total": card.total_nbytes,
+                    "brought_per_token": _nbytes(catalog, card.decode_sweep),
+                    "brought_per_chunk": _nbytes(catalog, card.prefill_sweep),
+                }
+                for card in placement.cards
+            },
+        },
+        "tiers": card_tiers(catalog, placement),
+        "read_nbytes_per_step": placement.read_nbytes_per_step,
+        "num_slots": placement.num_slots,
+        "expert_slots": placement.expert_slots,
+        "context_tokens": placement.context_tokens,
+        "chunk_rows": placement.subchunks * catalog.subchunk_rows,
+        "kv_pages": placement.kv_pages,
+        "expected_hits": None,
+        "predicted": {
+            "prefill_rows": prompts.work.rows,
+            "decode_step_s": decode.step_s,
+            "decode_tok_per_s": 1 / decode.step_s if decode.step_s else None,
+            "first_step_s": decode.step_s,
+            "prefill_tok_per_s": prompts.work.rows / prefill.step_s if prefill.step_s else None,
+            "bottleneck": decode.bottleneck,
+            "busy_pct": {
+                lane: round(100 * min(1.0, busy / decode.step_s), 1)
+                for lane, busy in decode.busy_s.items()
+            },
+            "resource_bound_s": least.resource_s,
+            "resource": "the busiest lane",
+            "critical_path_bound_s": least.path_s,
+        },
+        "copies": "",
+        "groups": [_row(catalog, placement, group) for group in catalog.groups],
+        "notes": list(placement.notes),
+    }
+
+
+def card_tiers(catalog: Catalog, placement: Placement) -> dict[str, int]:
+    """Bytes of weights in RAM, on each card, and of those that are on neither."""
+    there = {f"vram:{card.lane[4:]}": _nbytes(catalog, card.resident) for card in placement.cards}
+    on_cards = {index for card in placement.cards for index in card.resident}
+    on_disk = sum(
+        block.held_nbytes
+        for block in catalog.blocks
+        if not placement.resident[block.index] and block.index not in on_cards
+    )
+    if catalog.experts is not None:
+        missing = catalog.experts.total - placement.expert_slots
+        on_disk += missing * catalog.experts.held_nbytes
+    ram = _nbytes(catalog, [b.index for b in catalog.blocks if placement.resident[b.index]])
+    return {"ram": ram + placement.experts_nbytes, **there, "disk": on_disk}
+
+
+def _nbytes(catalog: Catalog, blocks: tuple[int, ...] | list[int]) -> int:
+    return sum(catalog.blocks[index].held_nbytes for index in blocks)
+
+
+def _row(catalog: Catalog, placement: Placement, group: Group) -> dict[str, Any]:
+    held = _nbytes(catalog, group.blocks)
+    kept = _nbytes(catalog, [index for index in group.blocks if placement.resident[index]])
+    parts: dict[str, int] = {}
+    brought = 0
+    for card in placement.cards:
+        there = set(card.resident).intersection(group.blocks)
+        parts[card.lane] = _nbytes(catalog, list(there))
+        brought += _nbytes(catalog, list(set(card.decode_sweep).intersection(group.blocks)))
+    if group.kind == "experts" and catalog.experts is not None:
+        experts = catalog.experts
+        held = experts.per_layer * experts.held_nbytes
+        kept = held * placement.expert_slots // experts.total
+    return {
+        "group": group.name,
+        "kind": group.kind,
+        "layout": group.layout,
+        "nbytes": held,
+        "ram_nbytes": kept,
+        "vram_nbytes": parts,
+        "disk_nbytes": max(0, held - kept - sum(parts.values())),
+        "lanes": {
+            share.lane: [share.first_unit, share.last_unit]
+            for share in placement.shares[group.name]
+        },
+        "units": group.units,
+        "why": _why(group, held, kept, sum(parts.values()), brought),
+    }
+
+
+def _why(group: Group, held: int, in_ram: int, on_cards: int, brought: int) -> str:
+    if not group.blocks:
+        return "keys and values are where they are computed" if group.kind == "attn" else "in RAM"
+    found = []
+    if on_cards:
+        found.append("lives on a card" if on_cards >= held else "part lives on a card")
+    if brought:
+        found.append("part comes over the link in each step")
+    if in_ram and on_cards < held:
+        found.append("computed in RAM" if not found else "the rest is computed in RAM")
+    if held > in_ram + on_cards:
+        found.append("the rest streams off the disk")
+    return ", ".join(found) or "in RAM"

@@ -1,0 +1,151 @@
+"""A machine that is not here, from what the user says of it: cards and the speed of all lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shadowlane.arguments import one_of, whole_number
+from shadowlane.shapes import load_hardware
+from shadowlane.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from shadowlane.actors.spec import CardSettings, Emulated
+    from shadowlane.planner.hardware import Conditions, Hardware
+
+STRATEGIES = (
+    "auto",
+    "layer-split",
+    "row-split",
+    "layer-stream",
+    "attention-gpu",
+    "cpu-moe",
+    "cpu",
+)
+PARTS = ("cpu", "gpu", "link", "disk")  # of a machine that other programs may take
+
+
+def emulated_machine(
+    hardware: str | Path,
+    gpu_memory: str | int | None = None,
+    *,
+    slowed: float | None = None,
+    seed: int | None = None,
+    fixed_costs: float = 1.0,
+    disturb: Sequence[str] = (),
+) -> tuple[tuple[CardSettings, ...], Emulated]:
+    """The cards to use and the machine whose speed lanes get.
+
+    gpu_memory: of each card, or one for each, divided by commas; None: all that is not reserved.
+    slowed: seconds here for one emulated second; None: as many as this machine needs. seed: of
+    hidden factors on all rates, which the planner has to learn; None: the machine is as described.
+    fixed_costs: part of launches, crossings and what small matrices lose that is emulated.
+    disturb: "40:cpu=0.4,vram=1GiB": from 40 tokens on others leave 0.4 of the cores and take so
+    much of each card; "80:" gives all of it back.
+
+    Raises ModelError for a hardware file, ValueError for anything else, in one line.
+    """
+    from shadowlane.actors.spec import SMALL, CardSettings, Emulated
+
+    machine = load_hardware(Path(hardware))
+    if not 0.0 <= fixed_costs <= 1.0:
+        raise ValueError(f"fixed_costs must be from 0 to 1; got {fixed_costs:g}")
+    machine = replace(
+        machine,
+        cpu_launch_s=machine.cpu_launch_s * fixed_costs,
+        cards=tuple(
+            replace(
+                card,
+                launch_s=card.launch_s * fixed_costs,
+                crossing_s=card.crossing_s * fixed_costs,
+            )
+            for card in machine.cards
+        ),
+    )
+    if slowed is not None and not 1.0 <= slowed <= 1e6:
+        raise ValueError(f"slowed must be from 1 to 1000000; got {slowed:g}")
+    emulated = Emulated(
+        machine,
+        seed=0 if seed is None else whole_number("emulate_seed", seed, 0),
+        is_hidden=seed is not None,
+        slowed=slowed,
+        small_nbytes=SMALL * fixed_costs,
+        script=tuple(sorted((_disturbance(each) for each in disturb), key=lambda item: item[0])),
+    )
+    cards = tuple(CardSettings(nbytes) for nbytes in _memory(machine, gpu_memory))
+    return cards, emulated
+
+
+def strategy_of(
+    strategy: str | None,
+    gpu_layers: int | None,
+    cpu_moe: bool,
+    n_cpu_moe: int | None,
+) -> tuple[str, int | None]:
+    """(name, layers) of the layout that is asked for. Raises ValueError for two that contradict."""
+    asked = {
+        "strategy": strategy not in (None, "auto"),
+        "gpu_layers": gpu_layers is not None,
+        "cpu_moe": cpu_moe,
+        "n_cpu_moe": n_cpu_moe is not None,
+    }
+    named = [name for name, is_given in asked.items() if is_given]
+    if len(named) > 1:
+        raise ValueError(f"{named[0]} must be without {named[1]}: each is a whole layout")
+    if gpu_layers is not None:
+        return "layer-split", whole_number("gpu_layers", gpu_layers, 0)
+    if cpu_moe:
+        return "cpu-moe", whole_number("n_cpu_moe", 10**6, 0)
+    if n_cpu_moe is not None:
+        return "cpu-moe", whole_number("n_cpu_moe", n_cpu_moe, 0)
+    return one_of("strategy", strategy or "auto", STRATEGIES), None
+
+
+def _memory(machine: Hardware, asked: str | int | None) -> list[int]:
+    rooms = [int(card.vram_nbytes - card.reserved_nbytes) for card in machine.cards]
+    if asked is None:
+        return rooms
+    parts = str(asked).split(",") if isinstance(asked, str) else [asked]
+    if len(parts) not in (1, len(rooms)):
+        raise ValueError(
+            f"gpu_memory must be one size, or one for each of {len(rooms)} cards; got {asked}"
+        )
+    sizes = [0 if str(p).strip() == "0" else parse_size(p, "gpu_memory") for p in parts]
+    sizes = sizes * (len(rooms) // len(sizes)) if len(sizes) == 1 else sizes
+    for card, nbytes in zip(machine.cards, sizes, strict=True):
+        if nbytes > card.vram_nbytes:
+            most = format_size(int(card.vram_nbytes))
+            got = format_size(nbytes)
+            raise ValueError(f"gpu_memory must be at most the {most} of {card.name}; got {got}")
+    return sizes
+
+
+def _disturbance(text: str) -> tuple[int, Conditions]:
+    from shadowlane.planner.hardware import Conditions
+
+    when, colon, what = text.partition(":")
+    if not colon or not when.isdigit():
+        raise ValueError(f"disturb must be TOKENS:WHAT=PART,...; got {text!r}")
+    taken: dict[str, Any] = {}
+    for entry in filter(None, what.split(",")):
+        name, equals, value = entry.partition("=")
+        if name in ("vram", "ram") and equals:
+            taken[f"{name}_taken_nbytes"] = float(parse_size(value, f"disturb {name}"))
+        elif name in PARTS and equals:
+            taken[name] = _part(value, text)
+        else:
+            known = ", ".join((*PARTS, "vram", "ram"))
+            raise ValueError(f"disturb must name {known} with =; got {entry!r} in {text!r}")
+    try:
+        return int(when), Conditions(**taken)
+    except ValueError as error:
+        raise ValueError(f"disturb {text!r}: {error}") from None
+
+
+def _part(value: str, text: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"disturb must give numbers; got {value!r} in {text!r}") from None

@@ -1,0 +1,108 @@
+"""Cards' lanes that die at any moment, while plans change: the next request has the same tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import inprocess
+import pytest
+from cards import drawn, machine_with
+from inprocess import AMPLE, ONE_THREAD, InProcess, running, small_blocks
+from mortal import MortalHost, collect_after_recovery, end_of, hear
+from tiny import tiny_tokens
+
+from shadowlane.actors.blueprint import Options
+from shadowlane.actors.spec import CardSettings, Emulated
+
+OPTIONS = Options(context=128, prefill_chunk=24)
+PROMPT = tiny_tokens(41)
+CARDS = 2
+
+
+class MortalScripted(inprocess.ScriptedHost, MortalHost):
+    """A planner by script, and lanes that can die."""
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with small_blocks(4096):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    with small_blocks(4096), running(model, cores=ONE_THREAD, options=OPTIONS) as engine:
+        return engine.generate(PROMPT, max_tokens=24)
+
+
+def remote(engine: InProcess, name: str) -> object:
+    return next(lane for lane in engine.engine.crew.all_lanes if lane.name == name)
+
+
+@pytest.mark.parametrize("lane", ["gpu:0", "gpu:1", "h2d:0", "h2d:1", "cpu:0"])
+@pytest.mark.parametrize("heard", [0, 3])
+def test_death_fails_the_running_and_spares_the_next(
+    model: Path,
+    expected: list[int],
+    lane: str,
+    heard: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        cards=(CardSettings(1 << 30),) * CARDS,
+        emulated=Emulated(machine_with(CARDS), slowed=1.0),
+        first=drawn(1, CARDS),
+    ) as engine:
+        request = engine.submit(PROMPT, max_tokens=80)
+        hear(request, heard)
+        remote(engine, lane).kill()  # type: ignore[attr-defined]
+        output = end_of(request)
+        assert output.error == f"{lane}: its process died"
+        assert engine.generate(PROMPT, max_tokens=24) == expected
+        assert remote(engine, lane).is_dead is False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_deaths_at_any_moment_while_plans_change(
+    model: Path, expected: list[int], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
+    draw = random.Random(seed)
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        first=drawn(seed, CARDS),
+        cards=(CardSettings(1 << 30),) * CARDS,
+        emulated=Emulated(machine_with(CARDS), seed=seed, slowed=1.0),
+    ) as engine:
+        planner, running_now = engine.planner, engine.engine
+        assert planner is not None
+        for turn in range(1, 6):
+            again = drawn(100 * seed + turn, CARDS)(
+                running_now.blueprint.catalog, running_now.request
+            )
+            planner.script.append((20 * turn, replace(again, placement_id=turn)))
+        for _ in range(8):
+            request = engine.submit(PROMPT, max_tokens=30)
+            hear(request, draw.randrange(12))
+            remote(engine, draw.choice(["gpu:0", "gpu:1", "h2d:0", "h2d:1", "disk:0"])).kill()  # type: ignore[attr-defined]
+            error = end_of(request).error
+            assert error is None or error.endswith("its process died")
+            collect_after_recovery(engine, PROMPT, expected)
+        assert running_now.error is None
+        assert len(planner.announced) > 1, "plans have changed between the deaths"

@@ -1,0 +1,170 @@
+"""The planner of an engine with cards, driven by events as an engine would send them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shadowlane.planner import events as ev
+from shadowlane.planner.card_planner import CardPlanner, first_over_cards
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.hardware import Card, Hardware
+from shadowlane.planner.placement import LaneSpec, Placement, Request
+from shadowlane.planner.program import build_programs
+from shadowlane.planner.stages import first_stage
+from shadowlane.planner.synthetic import llama_catalog
+from shadowlane.planner.validate import validate
+
+MIB = 1 << 20
+CARD = Card("a card", 8e9, 0.0, 400e9, 20e12, 12e9, 12e9, 5e-6, 2e-5)
+MACHINE = Hardware("a machine", (CARD,), 40e9, 1e12, 2e-6, 50e9, 32e9, 0.0, 3e9)
+
+
+class Engine:
+    """Obeys at once: what is published is acknowledged by all lanes and announced."""
+
+    def __init__(self, planner: CardPlanner) -> None:
+        self.planner = planner
+        self.placements: list[Placement] = []
+        self.reasons: list[str] = []
+        self.notes: list[str] = []
+        self.step = 0
+        self.active = 0
+        self.obey(planner.handle(ev.EngineStarted()))
+
+    @property
+    def running(self) -> Placement:
+        return next(each for each in self.placements if each.placement_id == self.active)
+
+    def obey(self, commands: list[ev.Command]) -> None:
+        todo = list(commands)
+        while todo:
+            command = todo.pop(0)
+            if isinstance(command, ev.PublishPlacement):
+                placement = command.placement
+                self.placements.append(placement)
+                self.reasons.append(command.reason)
+                for phase in ("decode", "prefill"):
+                    programs = build_programs(self.planner.catalog, placement, phase)
+                    validate(self.planner.catalog, placement, programs, phase)
+                links = [card.link for card in placement.cards]
+                for lane in [*(each.name for each in placement.lanes), *links, "disk:0"]:
+                    acknowledged = ev.PlacementAcknowledged(lane, placement.placement_id)
+                    todo += self.planner.handle(acknowledged)
+            elif isinstance(command, ev.AnnouncePlacement):
+                announced = ev.PlacementAnnounced(command.placement_id, self.step + 1)
+                todo += self.planner.handle(announced)
+                self.active = command.placement_id
+            elif isinstance(command, ev.Note):
+                self.notes.append(command.text)
+            self.planner.validate()
+
+    def steps(self, count: int, slower: float = 1.0) -> None:
+        """Decode steps, the processor so many times slower than predicted."""
+        for _ in range(count):
+            self.step += 1
+            seconds = self.running.predicted_step_s * slower
+            busy = {"cpu:0": 0.8 * seconds, "gpu:0": 0.1 * seconds, "h2d:0": 0.1 * seconds}
+            event = ev.StepRetired(
+                self.step, self.active, "decode", 1, 100, seconds, busy | {"disk:0": 0.0}
+            )
+            self.obey(self.planner.handle(event))
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    return llama_catalog(layers=6, hidden=2048, inner=8192, vocab=32000)
+
+
+def request(catalog: Catalog, part: float = 0.5, **more: object) -> Request:
+    """A card with room for `part` of the weights."""
+    weights = sum(block.held_nbytes for block in catalog.blocks)
+    asked = Request(
+        ram=4 << 30,
+        lanes=(LaneSpec("cpu:0", 4), LaneSpec("gpu:0", 1)),
+        context=1024,
+        machine=MACHINE,
+        cards=(round(part * weights),),
+    )
+    return replace(asked, **more)  # type: ignore[arg-type]
+
+
+def test_a_card_is_filled_within_its_budget(catalog: Catalog) -> None:
+    asked = request(catalog)
+    placement = first_over_cards(catalog, asked)
+    (card,) = placement.cards
+    assert 0.8 * asked.cards[0] < card.total_nbytes <= asked.cards[0]
+    assert (
+        placement.predicted_step_s
+        < first_over_cards(catalog, replace(asked, strategy="cpu")).predicted_step_s
+    )
+
+
+def test_memory_that_is_taken_is_given_back_and_filled_again(catalog: Catalog) -> None:
+    asked = request(catalog)
+    engine = Engine(CardPlanner(catalog, asked))
+    engine.steps(10)
+    taken = asked.cards[0] // 2
+    engine.obey(engine.planner.handle(ev.MemoryLeft(taken)))
+    engine.steps(10)
+    assert engine.running.cards[0].total_nbytes <= asked.cards[0] - taken
+    engine.obey(engine.planner.handle(ev.MemoryLeft(0.0)))
+    engine.steps(30)
+    assert engine.running.cards[0].total_nbytes > 0.8 * asked.cards[0]
+    assert any("measured" in note for note in engine.notes), "what came of a change is told"
+
+
+def test_what_is_taken_while_a_stage_is_on_its_way_withdraws_the_stage(catalog: Catalog) -> None:
+    asked = request(catalog)
+    planner = CardPlanner(catalog, asked)
+    engine = Engine(planner)
+    engine.steps(10)
+    taken = asked.cards[0] // 2
+    for nbytes in (taken, 0.0, taken):
+        engine.obey(planner.handle(ev.MemoryLeft(nbytes)))
+    engine.steps(20)
+    assert engine.running.cards[0].total_nbytes <= asked.cards[0] - taken
+
+
+def test_a_layout_by_hand_stays_whatever_is_measured(catalog: Catalog) -> None:
+    engine = Engine(CardPlanner(catalog, request(catalog, strategy="layer-split")))
+    engine.steps(60, slower=3.0)
+    assert len(engine.placements) == 1
+    assert engine.running.strategy.startswith("layer-split")
+
+
+def test_a_refused_placement_leaves_the_one_in_force(catalog: Catalog) -> None:
+    asked = request(catalog)
+    planner = CardPlanner(catalog, asked)
+    engine = Engine(planner)
+    engine.steps(10)
+    before = engine.active
+    commands = planner.handle(ev.MemoryLeft(asked.cards[0] / 2))
+    (published,) = [each for each in commands if isinstance(each, ev.PublishPlacement)]
+    refused = ev.PlacementRefused(published.placement.placement_id, "no room")
+    engine.obey(planner.handle(refused))
+    assert engine.active == before
+    assert any("no room" in note for note in engine.notes)
+    engine.steps(10)
+
+
+def test_a_full_card_changes_in_two_stages(catalog: Catalog) -> None:
+    asked = request(catalog, strategy="layer-split", strategy_layers=2)
+    old = first_over_cards(catalog, asked)
+    (card,) = old.cards
+    tight = replace(card, budget=card.total_nbytes)
+    away = [block for block in catalog.blocks if block.index not in card.resident]
+    others = tuple(block.index for block in away if block.group.endswith(".down"))[:8]
+    assert others
+    dropped = card.resident[: len(others)]
+    kept = tuple(sorted({*card.resident[len(others) :], *others}))
+    new = replace(old, cards=(replace(tight, resident=kept),))
+    stage = first_stage(catalog, replace(old, cards=(tight,)), new)
+    assert stage is not None
+    assert set(stage.cards[0].resident) == set(kept) - set(others)
+    assert not set(stage.cards[0].resident) & set(dropped)
+    assert all(stage.resident[index] for index in others), "the processor computes them meanwhile"
+    roomy = replace(tight, budget=4 * card.total_nbytes)
+    both = replace(new, cards=(replace(new.cards[0], budget=roomy.budget),))
+    assert first_stage(catalog, replace(old, cards=(roomy,)), both) is None

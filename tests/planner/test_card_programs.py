@@ -1,0 +1,144 @@
+"""Programs over cards, and what is no placement over cards: `validate` tells the story."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shadowlane.planner.card_placement import place_on_cards
+from shadowlane.planner.hardware import Card, Hardware
+from shadowlane.planner.hybrid import Plan, Site, Work, model_of
+from shadowlane.planner.hybrid_layouts import Question
+from shadowlane.planner.placement import CardPart, LaneSpec, Placement, Request, Share
+from shadowlane.planner.profile import Phase
+from shadowlane.planner.program import ComputeInstruction, Read, Wait, build_programs
+from shadowlane.planner.synthetic import llama_catalog
+from shadowlane.planner.validate import InconsistentPrograms, validate
+
+CARD = Card("card", 64e6, 0.0, 400e9, 40e12, 20e9, 20e9, launch_s=5e-6, crossing_s=20e-6)
+MACHINE = Hardware("machine", (CARD,), 40e9, 1e12, 2e-6, 60e9, 64e9, 0.0, 5e9)
+LLAMA = llama_catalog(layers=2, hidden=256, inner=512, heads_kv=4, vocab=512, tile_rows=64)
+QUESTION = Question(model_of(LLAMA, "synthetic"), MACHINE, Work(context=64, max_context=64))
+REQUEST = Request(ram=1 << 30, lanes=(LaneSpec("cpu:0", 1), LaneSpec("gpu:0", 1)))
+HALF = Site(0.5, 0.5, 0.5, brought_prefill=1.0)  # on the card; and a quarter, or all, brought
+
+
+def placed(site: Site = HALF) -> Placement:
+    plan = Plan("", (site,) * len(QUESTION.model.loads))
+    return place_on_cards(LLAMA, plan, REQUEST, QUESTION)
+
+
+def refused(placement: Placement, phase: Phase = "decode") -> str:
+    with pytest.raises(InconsistentPrograms) as caught:
+        validate(LLAMA, placement, build_programs(LLAMA, placement, phase), phase)
+    return str(caught.value)
+
+
+def with_card(placement: Placement, **changes: object) -> Placement:
+    card: CardPart = replace(placement.cards[0], **changes)  # type: ignore[arg-type]
+    return replace(placement, cards=(card,))
+
+
+def test_what_lives_on_a_card_waits_for_no_link() -> None:
+    placement = placed()
+    programs = build_programs(LLAMA, placement)
+    mine = [
+        each
+        for each in programs["gpu:0"].instructions
+        if isinstance(each, ComputeInstruction) and each.group == "1.gate_up"
+    ]
+    assert [(each.first_unit, each.last_unit) for each in mine] == [(0, 16), (16, 24)]
+    resident, brought = mine
+    assert [wait.lane for wait in resident.waits] == ["cpu:0"]
+    assert [wait.lane for wait in brought.waits] == ["h2d:0"]
+    assert set(programs) == {"cpu:0", "gpu:0", "h2d:0", "disk:0"}
+    assert programs["disk:0"].instructions == ()
+
+
+def test_a_link_waits_for_the_card_only_and_each_phase_has_its_programs() -> None:
+    placement = placed()
+    for phase in ("decode", "prefill"):
+        link = build_programs(LLAMA, placement, phase)["h2d:0"]
+        assert len(link.instructions) == len(placement.cards[0].stream(phase).sweep)
+        for read in link.instructions:
+            assert isinstance(read, Read)
+            assert {wait.lane for wait in read.consumers} == {"gpu:0"}
+    decode, prefill = (len(placement.cards[0].stream(each).sweep) for each in ("decode", "prefill"))
+    assert decode < prefill
+
+
+def test_a_card_must_not_hold_more_than_its_budget() -> None:
+    placement = placed()
+    held = placement.cards[0].total_nbytes
+    full = with_card(placement, budget=held)
+    validate(LLAMA, full, build_programs(LLAMA, full))
+    assert f"holds {held} bytes; its budget is {held - 1}" in refused(
+        with_card(placement, budget=held - 1)
+    )
+
+
+def test_room_for_weights_must_be_that_of_the_blocks() -> None:
+    placement = placed()
+    less = placement.cards[0].weights_nbytes - 4096
+    assert f"in room for {less}" in refused(with_card(placement, weights_nbytes=less))
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_what_is_brought_must_be_in_ram(phase: Phase) -> None:
+    placement = placed()
+    last = placement.cards[0].stream(phase).sweep[-1]
+    resident = [kept and index != last for index, kept in enumerate(placement.resident)]
+    text = refused(replace(placement, resident=tuple(resident)), phase)
+    assert f"h2d:0 brings block {last} of lm_head, which is not in RAM" in text
+
+
+def test_a_card_computes_only_with_what_it_has() -> None:
+    placement = placed()
+    resident = placement.cards[0].resident
+    text = refused(with_card(placement, resident=resident[1:]))
+    assert "gpu:0[0]" in text
+    assert f"reads block {resident[0]}, not there" in text
+    sweep = placement.cards[0].decode_sweep
+    text = refused(with_card(placement, decode_sweep=sweep[:-1]))
+    assert f"reads block {sweep[-1]}, not there" in text
+
+
+def test_the_processor_computes_only_with_what_is_in_ram() -> None:
+    placement = placed(Site(0.5, 0.5))
+    group = LLAMA.group("0.qkv")
+    only_on_card = next(index for index in group.blocks if index in placement.cards[0].resident)
+    assert not placement.resident[only_on_card]
+    shares = {**placement.shares, "0.qkv": (Share("cpu:0", 0, group.units),)}
+    text = refused(replace(placement, shares=shares))
+    assert "cpu:0" in text
+    assert f"reads block {only_on_card}, not there" in text
+
+
+def test_prompts_have_the_shares_of_decode_where_weights_are_read_from_disk() -> None:
+    reading = placed(Site(0.5, 0.25, 0.25))
+    assert reading.sweep
+    text = refused(replace(reading, prefill_shares=dict(reading.shares)))
+    assert "prompts cannot have shares of their own beside a sweep" in text
+
+
+def test_a_link_must_not_bring_ahead_of_its_card() -> None:
+    """A slot that is overwritten too soon is found, whichever lane fills it."""
+    placement = placed()
+    programs = build_programs(LLAMA, placement)
+    link = programs["h2d:0"]
+    first, *others = link.instructions
+    assert isinstance(first, Read)
+    (wait,) = first.consumers
+    early = replace(first, consumers=(Wait(wait.lane, wait.rel - 1),))
+    programs["h2d:0"] = replace(link, instructions=(early, *others))
+    with pytest.raises(InconsistentPrograms, match="slot would be freed at the wrong time"):
+        validate(LLAMA, placement, programs)
+
+
+def test_a_ring_that_is_too_small_is_a_deadlock_with_its_slots_named() -> None:
+    placement = placed()
+    programs = build_programs(LLAMA, placement)
+    assert placement.cards[0].num_slots > 2
+    with pytest.raises(InconsistentPrograms, match=r"deadlock with .*1 slots of h2d:0"):
+        validate(LLAMA, with_card(placement, num_slots=1), programs)
