@@ -35,14 +35,14 @@ class _Totals:
     intensities: tuple[tuple[float, float], ...]
 
     def within(self, flops: float) -> float:
-        """The most bytes whose operations are no more than these."""
+        """The most bytes whose operations are no more than these; no limit where all are."""
         nbytes = 0.0
         for intensity, its in self.intensities:
             if intensity * its > flops:
                 return nbytes + flops / intensity
             flops -= intensity * its
             nbytes += its
-        return nbytes
+        return float("inf")
 
 
 def hybrid_bounds(question: Question) -> HybridBounds:

@@ -79,3 +79,10 @@ def test_a_bound_gives_cores_no_more_than_there_is_of_what_suits_them() -> None:
     by_cores = slow.cpu_flops * seconds / (512 * 4)
     assert seconds >= (8.1e9 - on_cards - 1e8 - by_cores) / CARD.h2d_bytes_per_s * 0.999
     assert seconds <= search(question).times.step_s
+
+
+def test_a_machine_without_cards_has_bounds_whatever_the_sizes_add_up_to() -> None:
+    loads = [Load(f"{layer}.qkv", "qkv", layer, 1e9 / (3 + layer), 4e9 / 7) for layer in range(9)]
+    question = Question(model(*loads), replace(MACHINE, cards=()), Work("prefill", rows=64))
+    bound = hybrid_bounds(question)
+    assert 0.0 < bound.resource_s <= bound.path_s <= search(question).times.step_s
