@@ -14,7 +14,10 @@ On a virtual clock: `World.step` computes, nothing waits. Rates are emulated, wh
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import cycle
 from random import Random
+from typing import NamedTuple, Protocol
 
 from shadowlane.actors.spec import SMALL
 from shadowlane.ops.emulated import (
@@ -24,6 +27,7 @@ from shadowlane.ops.emulated import (
     LEAST_PART,
     REST_OF_LAYER,
 )
+from shadowlane.planner.catalog import GroupKind
 from shadowlane.planner.hardware import CALM, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
 from shadowlane.planner.hybrid import (
@@ -43,6 +47,7 @@ from shadowlane.planner.hybrid_shadow import StepMeasured
 CHUNK_NBYTES = 4e6  # of what links bring
 READ_S = 1e-4  # before a read on demand begins
 JITTER = 0.02  # standard deviation of each duration, as a part of it
+JITTERS = 32768  # that are drawn before they come round again: those of dozens of steps
 MOVE_PART = 0.25  # of a step that lanes give to a background move if nothing is left over
 WARM_AFTER_S = 30.0
 WARM_LOSES = 0.06  # of a card's rate, once warm
@@ -91,6 +96,31 @@ def true_machine(machine: Hardware, hidden: Hidden) -> Hardware:
     )
 
 
+class Routes(Protocol):
+    """What routers choose, where it was recorded."""
+
+    def hits(self, layer: int, part: float, step: int) -> float:
+        """Part of a layer's choices in a step that hit the hottest `part` of its experts."""
+        ...
+
+
+class Span(NamedTuple):
+    """What one lane does for one group, in seconds since its step began."""
+
+    lane: str
+    group: str
+    kind: GroupKind
+    start_s: float
+    end_s: float
+
+
+@cache
+def _jitters(seed: int) -> tuple[float, ...]:
+    """What durations are multiplied by, one after the other."""
+    random = Random(seed)
+    return tuple(max(0.5, random.gauss(1.0, JITTER)) for _ in range(JITTERS))
+
+
 class World:
     """One model on one emulated machine, its clock, and what else runs there (`state`)."""
 
@@ -101,25 +131,41 @@ class World:
         hidden: Hidden | None = None,
         *,
         hit_rate: HitRate = lambda part: part,
+        routes: Routes | None = None,
         seed: int = 0,
+        is_warm: bool = False,
     ) -> None:
+        """routes: in place of drawn choices, one after the other and from the beginning again.
+
+        is_warm: cards have worked for long.
+        """
         self.model = model
         self.machine = true_machine(machine, hidden or Hidden())
         self.state = CALM
         self.now_s = 0.0
         self.hit_rate = hit_rate
+        self._routes = routes
+        self._num_steps = 0
         self._random = Random(seed)
-        self._card_busy_s = 0.0
+        self._jitter = cycle(_jitters(seed))
+        self._card_busy_s = 2 * WARM_AFTER_S if is_warm else 0.0
 
-    def step(self, plan: Plan, work: Work, moving: Moves | None = None) -> StepMeasured:
+    def step(
+        self,
+        plan: Plan,
+        work: Work,
+        moving: Moves | None = None,
+        spans: list[Span] | None = None,
+    ) -> StepMeasured:
         """One step of `plan`; the clock goes on.
 
-        moving: what is still to be moved in the background, over what links and disk have left
-        beside the step, or a part of the step where they have nothing left. All lanes of a move get
-        on alike.
+        spans: what each lane does is added to them, but not the background move. moving: what is
+        still to be moved in the background, over what links and disk have left beside the step, or
+        a part of the step where they have nothing left. All lanes of a move get on alike.
         """
-        run = _Step(self, plan, work)
+        run = _Step(self, plan, work, spans)
         seconds = run.play()
+        self._num_steps += 1
         part = 0.0
         if moving is not None:
             needs = {lane: nbytes / self.rate(lane) for lane, nbytes in moving.lanes().items()}
@@ -151,11 +197,16 @@ class World:
         return (card.h2d_bytes_per_s if kind == "h2d" else card.d2h_bytes_per_s) * self.state.link
 
     def jitter(self) -> float:
-        return max(0.5, self._random.gauss(1.0, JITTER))
+        return next(self._jitter)
 
-    def draw_hits(self, part: float, top_k: int) -> int:
+    def draw_hits(self, load: Load, part: float) -> int:
+        """How many of the experts that one token chooses of a layer are among the hottest."""
+        if self._routes is not None:
+            # A recording may have other numbers of choices: its part of them, rounded by chance.
+            hits = self._routes.hits(load.layer or 0, part, self._num_steps)
+            return int(hits * load.top_k + self._random.random())
         rate = self.hit_rate(part)
-        return sum(self._random.random() < rate for _ in range(top_k))
+        return sum(self._random.random() < rate for _ in range(load.top_k))
 
     def core_off_s(self, seconds: float) -> float:
         """How long a neighbour holds the cores up while they want to work for `seconds`."""
@@ -175,8 +226,8 @@ class World:
 class _Step:
     """One step played through, group by group; links run on beside."""
 
-    def __init__(self, world: World, plan: Plan, work: Work) -> None:
-        self._world, self._plan, self._work = world, plan, work
+    def __init__(self, world: World, plan: Plan, work: Work, spans: list[Span] | None) -> None:
+        self._world, self._plan, self._work, self._spans = world, plan, work, spans
         machine = world.machine
         self.cards = [f"gpu:{index}" for index in range(len(machine.cards))]
         self.links = [f"h2d:{index}" for index in range(len(machine.cards))]
@@ -184,10 +235,17 @@ class _Step:
         if not self.links:
             self.links = ["disk:0"]
         row_nbytes = world.model.row_nbytes * work.rows
-        self._cross_s = [
+        # Of each side, the cores first: what a crossing to or from it takes.
+        self._cross_s = [0.0] + [
             card.crossing_s + row_nbytes / (card.h2d_bytes_per_s * world.state.link)
             for card in machine.cards
         ]
+        self._hops = [
+            [0.0 if here == there else cross_s + its_s for there, its_s in enumerate(self._cross_s)]
+            for here, cross_s in enumerate(self._cross_s)
+        ]
+        self._links_rate = sum(card.h2d_bytes_per_s for card in machine.cards) * world.state.link
+        self._disk_rate = machine.disk_bytes_per_s * world.state.disk
         self._link_free_s = [0.0] * len(machine.cards)
         # Bytes that links and disk still have to bring for this step, whatever routers choose.
         dense = [
@@ -202,7 +260,7 @@ class _Step:
 
     def play(self) -> float:
         world = self._world
-        ready = [0.0, *self._cross_s]
+        ready = list(self._cross_s)
         layer: int | None = -1
         for load, site in zip(world.model.loads, self._plan.sites, strict=True):
             is_first = load.layer != layer
@@ -229,9 +287,11 @@ class _Step:
             launch_s = card.launch_s * (FIRST_OF_LAYER if is_first else REST_OF_LAYER)
             end_s = ready[1 + index] + work_s + launch_s
             if brought:
-                arrived_s = self._bring(index, brought, begin_s, parts.is_late)
+                arrived_s = self._bring(index, load, brought, begin_s, parts.is_late)
                 end_s = max(end_s, arrived_s + CHUNK_NBYTES / card.vram_bytes_per_s)
             self.busy[self.cards[index]] += work_s + launch_s
+            if self._spans is not None:
+                self._record(self.cards[index], load, end_s, work_s + launch_s)
             ends.append((1 + index, end_s))
         if parts.cpu_nbytes + parts.cpu_flops > 0.0:
             port = machine.dram_bytes_per_s - self._load_beside(parts)
@@ -241,24 +301,21 @@ class _Step:
             work_s += world.core_off_s(work_s)
             end_s = ready[0] + work_s
             if parts.read_nbytes:
-                end_s = max(end_s, self._read(parts.read_nbytes, begin_s, parts.is_late))
+                end_s = max(end_s, self._read(load, parts.read_nbytes, begin_s, parts.is_late))
             self.busy["cpu:0"] += work_s
+            if self._spans is not None:
+                self._record("cpu:0", load, end_s, work_s)
             ends.append((0, end_s))
         elif parts.read_nbytes:
-            late_s = self._read(parts.read_nbytes, begin_s, parts.is_late)
+            late_s = self._read(load, parts.read_nbytes, begin_s, parts.is_late)
             ends = [(side, max(end_s, late_s)) for side, end_s in ends]
         if not ends:
             return ready
+        leaving = [(end_s, world.jitter(), self._hops[side]) for side, end_s in ends]
         return [
-            max(end_s + self._hop(side, there) for side, end_s in ends)
+            max([end_s + jitter * hops[there] for end_s, jitter, hops in leaving])
             for there in range(len(ready))
         ]
-
-    def _hop(self, here: int, there: int) -> float:
-        if here == there:
-            return 0.0
-        jitter = self._world.jitter()
-        return jitter * sum(self._cross_s[side - 1] for side in (here, there) if side)
 
     def _load_beside(self, parts: _Parts) -> float:
         """Bytes per second that links and disk take from the DRAM port while the cores compute.
@@ -266,14 +323,11 @@ class _Step:
         What is on its way ahead takes its part as long as anything is still to come; what a router
         has just chosen, as long as it is on its way.
         """
-        world = self._world
-        cores_s = parts.cpu_nbytes / world.machine.cpu_bytes_per_s
-        link = sum(card.h2d_bytes_per_s for card in world.machine.cards) * world.state.link
-        disk = world.machine.disk_bytes_per_s * world.state.disk
+        cores_s = parts.cpu_nbytes / self._world.machine.cpu_bytes_per_s
         load = 0.0
         for rate, ahead, now in (
-            (link, self._to_bring, parts.brought_nbytes),
-            (disk, self._to_read, parts.read_nbytes),
+            (self._links_rate, self._to_bring, parts.brought_nbytes),
+            (self._disk_rate, self._to_read, parts.read_nbytes),
         ):
             if ahead > 1.0:
                 load += rate
@@ -281,7 +335,12 @@ class _Step:
                 load += rate * min(1.0, now / rate / max(cores_s, 1e-9))
         return load
 
-    def _bring(self, index: int, nbytes: float, begin_s: float, is_late: bool) -> float:
+    def _record(self, lane: str, load: Load, end_s: float, busy_s: float) -> None:
+        """What waits is drawn at its end: it works then."""
+        assert self._spans is not None
+        self._spans.append(Span(lane, load.name, load.kind, end_s - busy_s, end_s))
+
+    def _bring(self, index: int, load: Load, nbytes: float, begin_s: float, is_late: bool) -> float:
         """When the last chunk is there: ahead while there is room, the rest from `begin_s` on."""
         card = self._world.machine.cards[index]
         rate = card.h2d_bytes_per_s * self._world.state.link
@@ -292,13 +351,19 @@ class _Step:
         ahead_s = 0.0 if is_late else stage_nbytes(card) / rate
         start_s = max(free_s, begin_s - ahead_s)
         self._link_free_s[index] = start_s + seconds
+        if self._spans is not None:
+            self._record(self.links[index], load, start_s + seconds, seconds)
         return self._link_free_s[index]
 
-    def _read(self, nbytes: float, begin_s: float, is_late: bool) -> float:
+    def _read(self, load: Load, nbytes: float, begin_s: float, is_late: bool) -> float:
         """When it is in RAM: on demand, or ahead of its use, in a ring that was full at first."""
         rate = self._world.machine.disk_bytes_per_s * self._world.state.disk
         seconds = nbytes / rate * self._world.jitter()
         self.busy["disk:0"] += seconds
+        if self._spans is not None:
+            # What is read ahead, for this step or the next: the disk works without a pause.
+            end_s = begin_s + READ_S + seconds if is_late else self.busy["disk:0"]
+            self._record("disk:0", load, end_s, seconds)
         if is_late:
             return begin_s + READ_S + seconds
         self._to_read -= nbytes
@@ -329,7 +394,7 @@ class _Step:
             )
         chosen = expected_distinct(load.experts, load.top_k, work.rows)
         if is_decode and work.rows == 1:
-            hits = float(self._world.draw_hits(site.vram, load.top_k))
+            hits = float(self._world.draw_hits(load, site.vram))
         else:
             hits = chosen * (self._world.hit_rate(site.vram) if is_decode else site.vram)
         lost = (chosen - hits) * self._lost(site)

@@ -31,7 +31,18 @@ class _Totals:
     off_cards: float
     on_disk: float
     flops: float
-    least_flops_per_byte: float  # of any load: the processor may choose what suits it
+    # (operations per byte, bytes), the fewest operations first: the processor may choose.
+    intensities: tuple[tuple[float, float], ...]
+
+    def within(self, flops: float) -> float:
+        """The most bytes whose operations are no more than these; no limit where all are."""
+        nbytes = 0.0
+        for intensity, its in self.intensities:
+            if intensity * its > flops:
+                return nbytes + flops / intensity
+            flops -= intensity * its
+            nbytes += its
+        return float("inf")
 
 
 def hybrid_bounds(question: Question) -> HybridBounds:
@@ -74,7 +85,8 @@ def _fill(question: Question, kv_part: float) -> _Totals:
     hits, in_memory = (
         (question.hit_rate(held), question.hit_rate(kept)) if is_decode else (held, kept)
     )
-    flops, least = 0.0, float("inf")
+    flops = 0.0
+    intensities: dict[float, float] = {}
     for load in model.loads:
         its = load.flops_per_row * rows_of(load, work)
         nbytes = load.nbytes
@@ -85,11 +97,11 @@ def _fill(question: Question, kv_part: float) -> _Totals:
             nbytes *= expected_distinct(load.experts, load.top_k, work.rows)
         flops += its
         if nbytes:
-            least = min(least, its / nbytes)
+            intensities[its / nbytes] = intensities.get(its / nbytes, 0.0) + nbytes
     on_cards = kv_part * kv + dense_part * dense + hits * chosen
     off_cards = (1 - kv_part) * kv + (1 - dense_part) * dense + (1 - hits) * chosen
     on_disk = dense_on_disk + (1 - in_memory) * chosen
-    return _Totals(on_cards, off_cards, on_disk, flops, least)
+    return _Totals(on_cards, off_cards, on_disk, flops, tuple(sorted(intensities.items())))
 
 
 def _least_s(question: Question, totals: _Totals, *, only_compute: bool = False) -> float:
@@ -122,9 +134,8 @@ def _is_enough(question: Question, totals: _Totals, seconds: float, only_compute
     cpu_flops = machine.cpu_flops * state.cpu * seconds
     whole = totals.on_cards + totals.off_cards
     on_cpu = min(whole, machine.cpu_bytes_per_s * state.cpu * seconds)
-    if totals.least_flops_per_byte:
-        # Operations belong to bytes: what the processor cannot compute it need not read.
-        on_cpu = min(on_cpu, cpu_flops / totals.least_flops_per_byte)
+    # Operations belong to bytes: what the processor cannot compute it need not read.
+    on_cpu = min(on_cpu, totals.within(cpu_flops))
     brought = max(0.0, totals.off_cards - on_cpu)
     if whole - on_cpu > card_nbytes or totals.flops > card_flops + cpu_flops:
         return False

@@ -26,6 +26,7 @@ from shadowlane.planner.profile import Phase
 # What the search may use beside layouts made by hand. Each can be left out: what is it worth?
 MECHANISMS = ("kinds", "kv", "knapsack", "experts", "split", "across", "bring", "refine")
 PARTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of what is not on the card, brought to it
+FEW_PARTS = (0.25, 0.5, 0.75)
 TIMES = (0.0, 0.5, 0.75, 1.25, 1.5)  # as much brought as before, in a re-plan
 REPLAN_LOADS = 2_000  # that small changes of a re-plan may play through: some 15 ms
 
@@ -53,6 +54,30 @@ def bring(question: Question, start: Answer, best: Answer) -> Answer:
         if its_name:
             name += f", {its_name} brought{' for prompts' if work is not question.work else ''}"
     return best_of(question, [start.plan, plan and replace(plan, name=name)], best)
+
+
+def bring_some(question: Question, best: Answer) -> Answer:
+    """`best`, with a part of all groups of one kind, or of those of one card, brought in decode."""
+    loads = question.model.loads
+    phase = question.work.phase
+    cards = range(len(question.machine.cards))
+    sets = [[load.kind == kind for load in loads] for kind in sorted({x.kind for x in loads})]
+    if len(cards) > 1:
+        sets += [[site.over[card] > 0.5 for site in best.plan.sites] for card in cards]
+    for chosen in sets:
+        spread = shrunk(question, Spread.of(best.plan))
+        brought = brought_of(best.plan)
+        now = brought[phase]
+        plans: list[Plan | None] = []
+        for part in FEW_PARTS:
+            rows = _rows_brought(question.model, spread.vram, part)
+            mixed = [
+                a if is_chosen else b for a, b, is_chosen in zip(rows, now, chosen, strict=True)
+            ]
+            name = _refined(best.plan.name)
+            plans.append(settle(question, name, spread, {**brought, phase: mixed}))
+        best = best_of(question, plans, best)
+    return best
 
 
 def _ways_to_bring(
@@ -154,6 +179,7 @@ def refine(question: Question, best: Answer, tries: int, using: Collection[str])
     for _ in range(tries):
         spread = Spread.of(best.plan)
         brought = brought_of(best.plan)
+        brings = any(map(any, brought.values()))
         one, other = random.choice(movable), random.choice(movable)
         part = random.choice((0.0, 1.0, random.random()))
         what = random.randrange(5)
@@ -163,10 +189,12 @@ def refine(question: Question, best: Answer, tries: int, using: Collection[str])
             for index in bringable if what else (lead,):
                 if loads[index].kind == loads[lead].kind:
                     brought[phase][index] = part
+            if not brings and any(brought[phase]):
+                spread = shrunk(question, spread)  # what is brought needs a stage
         else:  # room on cards goes from one load to another, or is used where it is free
             freed = spread.vram[other] if what != 2 and one != other else 0.0
             spread.vram[other] -= freed
-            free = beside_stages if any(map(any, brought.values())) else free_nbytes
+            free = beside_stages if brings else free_nbytes
             for index in (one, other):
                 room = _room_for(free(question, spread), spread, index)
                 grown = min(1.0 - spread.vram[index], room / loads[index].nbytes)

@@ -293,10 +293,19 @@ def attention_gpu(question: Question) -> Plan | None:
     return _whole(question, "attention-gpu", wanted)
 
 
-def layer_stream(question: Question, layers: int) -> Plan | None:
-    """As `layer_split`; the others are brought over the link, group by group."""
-    plan = layer_split(question, layers)
-    name = f"layer-stream {layers}"
+def layer_stream(question: Question, layers: int, *, all_kv: bool = False) -> Plan | None:
+    """As `layer_split`; the others are brought over the link, group by group.
+
+    all_kv: keys and values of all layers are on cards, so that attention is computed there.
+    """
+    loads = question.model.loads
+    wanted = [
+        index
+        for index, is_within in enumerate(_within(question.model, layers))
+        if is_within or (all_kv and loads[index].kind == "attn")
+    ]
+    name = f"layer-stream {layers}{', all KV' if all_kv else ''}"
+    plan = _whole(question, name, wanted)
     return None if plan is None else streamed(question, plan, name, PHASES)
 
 

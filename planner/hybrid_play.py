@@ -306,17 +306,19 @@ class _Step:
         never = float("-inf")
         # A router chooses last: what it chose cannot be on its way before.
         late_s = begin_s if load.experts and self._is_decode else never
-        read_s = never
+        read_s, read_took = never, 0.0
         if price.read_nbytes:
-            took = price.read_nbytes / rates.disk_bytes_per_s
-            read_s = self.disk.arrival_s(price.read_nbytes, took, begin_s, late_s)
+            read_took = price.read_nbytes / rates.disk_bytes_per_s
+            read_s = self.disk.arrival_s(price.read_nbytes, read_took, begin_s, late_s)
         arrived_s = [never] * len(price.sides_s)
         if any(price.brought_nbytes):
             for card, nbytes in enumerate(price.brought_nbytes):
                 if nbytes:
                     took = nbytes / rates.h2d_bytes_per_s[card]
+                    # Piece by piece behind the disk: the link begins and ends no sooner than it.
+                    behind_s = read_s - min(took, read_took)
                     arrived_s[1 + card] = self.links[card].arrival_s(
-                        nbytes, took, begin_s, max(late_s, read_s)
+                        nbytes, took, begin_s, max(late_s, behind_s)
                     )
         else:
             arrived_s[0] = read_s

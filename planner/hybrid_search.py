@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from shadowlane.planner.catalog import GroupKind
 from shadowlane.planner.hybrid import Load, Plan, Site, kv_nbytes
-from shadowlane.planner.hybrid_changes import MECHANISMS, bring, refine, shrunk
+from shadowlane.planner.hybrid_changes import MECHANISMS, bring, bring_some, refine, shrunk
 from shadowlane.planner.hybrid_layouts import (
     Answer,
     Question,
@@ -80,6 +80,7 @@ def search(
     if "bring" in using:
         for start in tried[:TRIED]:
             best = bring(question, start, best)
+        best = bring_some(question, best)
     if "refine" in using:
         tries = min(MOST_TRIES, TRIES_OF_LOADS // len(question.model.loads))
         best = refine(question, best, tries, using)

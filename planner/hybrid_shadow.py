@@ -152,6 +152,11 @@ class HybridShadow:
             return None
         return self._moves.part(self._to_move / self._moves.nbytes)
 
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is moved for, and no plan is on trial."""
+        return self._target is None and self._previous is None
+
     def handle(self, event: Event) -> list[Command]:
         if isinstance(event, MemoryTaken):
             self._state = replace(

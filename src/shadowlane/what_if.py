@@ -58,7 +58,7 @@ def what_if(
 
     Raises TooLarge where the model fits nowhere, ValueError for a budget above what there is.
     """
-    machine = _with_budgets(machine, ram, gpu_memory)
+    machine = with_budgets(machine, ram, gpu_memory)
     room = min(context or 4096, model.max_context)
     work = Work(context=min(512, room), max_context=room)
     tokens = max(1, room // PROMPT_PART)
@@ -99,7 +99,8 @@ def what_if(
     }
 
 
-def _with_budgets(machine: Hardware, ram: int | None, gpu_memory: int | None) -> Hardware:
+def with_budgets(machine: Hardware, ram: int | None, gpu_memory: int | None) -> Hardware:
+    """With these bytes to plan with, see `what_if`. Raises ValueError for more than there is."""
     if ram is not None:
         _check("ram", ram, machine.ram_nbytes, machine.name)
         machine = replace(machine, ram_nbytes=ram, reserved_nbytes=0.0)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from statistics import mean
 
 import pytest
 
-from shadowlane.actors.emulation import Hidden, World, true_machine
+from shadowlane.actors.emulation import WARM_LOSES, Hidden, Span, World, true_machine
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hybrid import Load, Model, Plan, Site, Work
 from shadowlane.planner.hybrid_layouts import Question, by_hand
@@ -139,3 +140,48 @@ def test_the_shadow_gives_memory_back_while_running() -> None:
         assert shadow.question.fits(shadow.plan)
         step = world.step(shadow.plan, WORK, shadow.moving)
         shadow.handle(StepMeasured(step.seconds, step.busy_s, step.moved_nbytes))
+
+
+def test_spans_are_what_lanes_were_busy_with() -> None:
+    """And asking for them changes nothing."""
+    half = Plan("", tuple(Site(0.3, 0.5, 0.4) for _ in MODEL.loads))  # the rest is on disk
+    spans: list[Span] = []
+    step = World(MODEL, MACHINE, seed=1).step(half, WORK, spans=spans)
+    assert step == World(MODEL, MACHINE, seed=1).step(half, WORK)
+    busy = dict.fromkeys(step.busy_s, 0.0)
+    for span in spans:
+        busy[span.lane] += span.end_s - span.start_s
+        assert 0.0 <= span.start_s < span.end_s <= step.seconds * (1 + 1e-9)
+    assert busy == pytest.approx(step.busy_s)
+    assert min(busy.values()) > 0.0
+    for lane in busy:
+        its = [span for span in spans if span.lane == lane]
+        for before, after in pairwise(its):
+            assert after.start_s >= before.end_s - 1e-9  # one thing at a time
+    assert {span.group for span in spans} == {load.name for load in MODEL.loads}
+
+
+def test_recorded_choices_are_met_one_after_the_other() -> None:
+    class Alternating:
+        def hits(self, layer: int, part: float, step: int) -> float:
+            return float(step % 2) if part else 0.0
+
+    experts = tuple(
+        Load(f"{layer}.experts", "experts", layer, 1e8, 4e8, experts=8, top_k=2)
+        for layer in range(4)
+    )
+    mixture = Model("mixture", experts, 10_000.0, 1e8, 4096)
+    plan = Plan("", tuple(Site(0.5, 0.5) for _ in experts))
+    world = World(mixture, MACHINE, routes=Alternating())
+    missed, hit, again = (world.step(plan, WORK).busy_s for _ in range(3))
+    assert missed["gpu:0"] == hit["cpu:0"] == 0.0
+    assert hit["gpu:0"] > 0.0
+    assert again["cpu:0"] == pytest.approx(missed["cpu:0"], rel=0.1)
+
+
+def test_cards_that_have_worked_for_long_are_slower() -> None:
+    card = Plan("", tuple(Site(1.0, 0.0) for _ in MODEL.loads))
+    cold, warm = (World(MODEL, MACHINE, is_warm=is_warm) for is_warm in (False, True))
+    ratio = warm.step(card, WORK).seconds / cold.step(card, WORK).seconds
+    assert ratio == pytest.approx(1 / (1 - WARM_LOSES), rel=0.01)
+    assert warm.card_rate == 1 - WARM_LOSES

@@ -65,3 +65,24 @@ def test_a_bound_lets_cores_take_what_is_cheap_to_compute() -> None:
     deep = Load("0.gate_up", "gate_up", 0, 2e8, 4e10)
     question = Question(model(wide, deep), slow)
     assert hybrid_bounds(question).path_s <= search(question).times.step_s * 1.001
+
+
+def test_a_bound_gives_cores_no_more_than_there_is_of_what_suits_them() -> None:
+    """Of a prompt the head is asked for one row; all else has hundreds of operations per byte."""
+    loads = [Load(f"{layer}.qkv", "qkv", layer, 1e9, 4e9) for layer in range(8)]
+    loads.append(Load("lm_head", "lm_head", None, 1e8, 4e8))
+    slow = replace(MACHINE, cpu_flops=1e11, cards=(replace(CARD, vram_nbytes=2e9),))
+    question = Question(model(*loads), slow, Work("prefill", rows=512))
+    on_cards = 2e9 - CARD.reserved_nbytes
+    seconds = hybrid_bounds(question).resource_s
+    # What is not on the card and the cores have no time for comes over the link.
+    by_cores = slow.cpu_flops * seconds / (512 * 4)
+    assert seconds >= (8.1e9 - on_cards - 1e8 - by_cores) / CARD.h2d_bytes_per_s * 0.999
+    assert seconds <= search(question).times.step_s
+
+
+def test_a_machine_without_cards_has_bounds_whatever_the_sizes_add_up_to() -> None:
+    loads = [Load(f"{layer}.qkv", "qkv", layer, 1e9 / (3 + layer), 4e9 / 7) for layer in range(9)]
+    question = Question(model(*loads), replace(MACHINE, cards=()), Work("prefill", rows=64))
+    bound = hybrid_bounds(question)
+    assert 0.0 < bound.resource_s <= bound.path_s <= search(question).times.step_s

@@ -95,6 +95,17 @@ def test_what_is_on_disk_is_read_every_step() -> None:
     )
 
 
+@pytest.mark.parametrize("disk", [5e9, 40e9])
+def test_what_is_read_is_brought_piece_by_piece_behind_the_disk(disk: float) -> None:
+    """Groups far larger than any ring: the slower of disk and link, not one after the other."""
+    machine = replace(MACHINE, disk_bytes_per_s=disk, dram_bytes_per_s=200e9)
+    loads = tuple(dense(f"{layer}", 8e9, layer) for layer in range(4))
+    brought = (Site(0.0, 0.0, brought=1.0),) * 4
+    slower_s = 32e9 / min(disk, CARD.h2d_bytes_per_s)
+    took_s = seconds(loads, brought, machine)
+    assert slower_s <= took_s <= slower_s * 1.1
+
+
 def test_what_the_disk_writes_to_ram_takes_the_port_once() -> None:
     """2 GB/s of it: of a port of 45 the cores are left all that they can do, of one of 40, 38."""
     loads = tuple(dense(str(index), 4e9, index) for index in range(4))

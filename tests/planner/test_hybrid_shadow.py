@@ -102,11 +102,13 @@ def test_a_plan_takes_over_when_all_it_needs_has_arrived() -> None:
     feed(it, 10)
     plan = it.plan
     said: list[Command] = []
-    while not any(isinstance(command, Move) for command in said):
-        said += it.handle(really(it.plan, Conditions(cpu=0.2)))
+    for _ in range(60):
+        if any(isinstance(command, Move) for command in said):
+            break
+        said += it.handle(really(it.plan, Conditions(cpu=0.1)))
     move = next(command for command in said if isinstance(command, Move))
     assert it.moving == move.moves
-    part = replace(really(plan, Conditions(cpu=0.2)), moved_nbytes=move.moves.nbytes / 4)
+    part = replace(really(plan, Conditions(cpu=0.1)), moved_nbytes=move.moves.nbytes / 4)
     assert [it.handle(part) for _ in range(3)] == [[], [], []]
     assert it.plan == plan
     assert it.handle(part) == [Switch(move.plan)]

@@ -19,6 +19,7 @@ NUMERIC = {
     "heat",
     "expert_sim",
     "hybrid_search",
+    "recorded_hits",
 }  # files that may use numpy
 IMPURE = {"time", "random", "os", "threading", "asyncio", "socket", "subprocess", "datetime"}
 

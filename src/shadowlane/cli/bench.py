@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from shadowlane.arguments import check_routing
 from shadowlane.cli import options
@@ -22,10 +25,31 @@ EPILOG = options.epilog(
     "shadowlane bench smollm2",
     "shadowlane bench ./llama-3b --ram 4 -pp 512 -tg 32 -r 3",
     "shadowlane bench smollm2 --output json > result.json",
+    "shadowlane bench llama-2-70b --compare all --hardware examples/hardware/rtx-4090-24gb.yaml",
+    "shadowlane bench qwen3-30b-a3b --compare cpu-moe,shadowlane --hardware my.yaml --plot l.svg",
 )
+
+# Options that measure this machine, and those that compare on another. In the environment both may
+# stand, for other commands.
+ONLY_HERE = (
+    "prompt_tokens",
+    "decode_tokens",
+    "repetitions",
+    "no_prefetch",
+    "cpu_threads",
+    "cpu_workers",
+    "replay_routing",
+    "dtype",
+    "kv",
+    "expand",
+    "weights",
+)
+ONLY_COMPARED = ("hardware", "contexts", "prompts", "routing", "plot", "seed")
+_COMPARE = "Compare, emulated"
 
 
 def bench(
+    context: typer.Context,
     model: options.ModelArgument = DEFAULT_MODEL,
     prompt_tokens: Annotated[
         int,
@@ -70,13 +94,113 @@ def bench(
     kv: options.Kv = None,
     expand: options.Expand = None,
     weights: options.Weights = None,
+    compare: Annotated[
+        str | None,
+        options.option(
+            "--compare",
+            metavar="all|NAME,...",
+            help="Compare layouts that people tune by hand with ours on the machine of --hardware, "
+            "emulated: all of them, or some: cpu, attention-gpu, layer-split, 'layer-split, KV in "
+            "RAM', row-split, layer-stream, cpu-moe, static (our plan, kept), shadowlane (our plan "
+            "with its shadow). Nothing runs; MODEL may be a name such as llama-2-70b.",
+            rich_help_panel=_COMPARE,
+        ),
+    ] = None,
+    hardware: Annotated[
+        Path | None,
+        options.option(
+            "--hardware",
+            metavar="FILE",
+            help="The machine to compare on; examples/hardware has some. --ram, --gpu-memory (of "
+            "each card; 0: without cards), --ctx-size and --output go with it.",
+            rich_help_panel=_COMPARE,
+        ),
+    ] = None,
+    contexts: Annotated[
+        str | None,
+        options.option(
+            "--contexts",
+            metavar="N,...",
+            help="Decode after so many tokens; 0: none. Default: 512 and 3968.",
+            rich_help_panel=_COMPARE,
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        options.option(
+            "--prompts",
+            metavar="N,...",
+            help="Read so many tokens; 0: none. Default: 512, 2048 and 8192, as far as the "
+            "context allows.",
+            rich_help_panel=_COMPARE,
+        ),
+    ] = None,
+    routing: Annotated[
+        Path | None,
+        options.option(
+            "--routing",
+            metavar="FILE",
+            help="Of a mixture of experts: recorded routing. Its first half says which experts are "
+            "hot, its second half what is chosen.",
+            rich_help_panel=_COMPARE,
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        options.option(
+            "--plot",
+            metavar="FILE",
+            help="Draw the lanes of one step of the best layout by hand and of ours: FILE.svg.",
+            rich_help_panel=_COMPARE,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        options.option(
+            "--seed",
+            metavar="N",
+            **options.whole_number(0),
+            help="Which world: how far its rates are off from the hardware file, up to 30 % either "
+            "way, which no planner is told. Default: 0.",
+            rich_help_panel=_COMPARE,
+        ),
+    ] = None,
 ) -> None:
     """Measure tokens per second, mean ± standard deviation, after one uncounted repetition.
 
     "pp" is the reading of a prompt of random tokens, "tg" the writing of
     tokens after a prompt of one token, each measured for itself. The context
     is as long as the longer of the two needs, unless --ctx-size says more.
+
+    With --compare and --hardware nothing is measured here: layouts by hand,
+    each at its best setting, and ours do the same work on an emulated machine
+    whose rates are off from its file. Every figure is emulated; for prompts,
+    ratios alone are shown.
     """
+    if compare is not None:
+        if hardware is None:
+            raise ValueError("compare needs --hardware, the machine to compare on")
+        _refuse(context, ONLY_HERE, "be left out with --compare, which runs nothing on this one")
+        from shadowlane.cli.compare import Asked, compare_on
+
+        compare_on(
+            model,
+            Asked(
+                compare,
+                hardware,
+                contexts,
+                prompts,
+                ctx_size,
+                ram,
+                gpu_memory,
+                routing,
+                plot,
+                seed or 0,
+                output,
+            ),
+        )
+        return
+    _refuse(context, ONLY_COMPARED, "stand with --compare all, say")
     engine = options.EngineOptions(
         ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv, expand
     )
@@ -111,6 +235,13 @@ def bench(
         print(json.dumps(report.bench_object(model, rows, stats)))
     else:
         print(report.bench_markdown(model, rows, stats))
+
+
+def _refuse(context: typer.Context, names: Sequence[str], rule: str) -> None:
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ValueError(f"{name} must {rule}")
 
 
 def _check_needed(path: Path, needed: int) -> None:
