@@ -275,7 +275,7 @@ def plan_layout(
     used = cursor - budget_start - on_cards
     expected = placement.total_nbytes + weights_nbytes - placement.weights_nbytes
     assert used == expected, (used, expected)
-    largest = max((whole_pages(each.held_nbytes) for each in blueprint.catalog.blocks), default=0)
+    largest = max((whole_pages(nbytes) for nbytes in blueprint.held_nbytes), default=0)
     landing_nbytes = max(LANDING_NBYTES, largest) if are_here else 0
     landing = take(landing_nbytes)
     pinned_weights = (weights, cursor - weights)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
@@ -22,20 +22,25 @@ from shadowlane.actors.arena import (
     LINK_COUNTER,
     MOVE_COUNTER,
     PROBE_COUNTER,
-    RECORD_RING,
     STEP_COUNTER,
     Arena,
     ArenaHandle,
     ArenaLayout,
 )
 from shadowlane.actors.blueprint import Blueprint
+from shadowlane.actors.card_activations import Activations
+from shadowlane.actors.card_compute import CardComputer
 from shadowlane.actors.card_copier import Regions
+from shadowlane.actors.card_graphs import Graph, Kind, StepGraphs, cut_segments
 from shadowlane.actors.card_program import (
     CardInstruction,
     CardProgram,
+    CounterWait,
     block_at,
     compile_program,
+    expert_places,
 )
+from shadowlane.actors.card_record import CardStep, read_step
 from shadowlane.actors.copier import StreamCopier
 from shadowlane.actors.copy_ring import CopyRing, CopyThread
 from shadowlane.actors.cuda.bells import Bells
@@ -49,24 +54,14 @@ from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, counter_value, wait_
 from shadowlane.ops.card.buffers import CardGeometry, StepRows
 from shadowlane.ops.card.operators import CardOperators
 from shadowlane.ops.card.products import CardBlock
-from shadowlane.ops.card.shares import Span, of_width
 from shadowlane.planner.placement import Placement, show_nbytes
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program
 
 LOOK_UP_NS = 100_000_000
 JOIN_S = 5.0  # what the copy thread may take to see that all ends
-SHARED = (  # buffers that lanes exchange
-    "residual",
-    "qkv",
-    "attended",
-    "attended_chunk",
-    "activated",
-    "activated_chunk",
-    "logits",
-    "router",
-)
-WORDS = {4: torch.int32, 2: torch.int16}
+WARM_UP_S = 300.0  # with kernels to be compiled
+MOST_FEW = (1, 2, 4, 8, 16)  # rows of decode steps: for numbers between, kernels are the same
 Records = Callable[[str], AbstractContextManager[object]]
 
 
@@ -96,7 +91,8 @@ class CardLane:
         self._span = span or (lambda name: nullcontext())
         self._arena = Arena.attach(handle)
         self._programs: dict[tuple[int, Phase], CardProgram] = {}
-        self._operators: CardOperators | None = None
+        self._computer: CardComputer | None = None
+        self._graphs: StepGraphs | None = None
         self._blocks: dict[tuple[int, int], CardBlock] = {}  # (block, slot) -> what is brought
         self._adopting = threading.Lock()
         self._stopping = threading.Event()
@@ -128,8 +124,10 @@ class CardLane:
         abort = arena.base + layout.abort
         self.access = access
         self.streams = CardStreams(driver, ordinal, access.pinned, abort, arena.base + words)
+        closing.callback(self._close_graphs)  # when no stream runs them any more
         closing.callback(self.streams.close)
         self._stream = self.streams.open()
+        self._graphs = StepGraphs(driver, self._stream)
         copying = self.streams.open()
         watchdog = Watchdog(self.streams)
         closing.callback(watchdog.close)
@@ -137,18 +135,12 @@ class CardLane:
             rung = (self.number, LINK_COUNTER + self.card, MOVE_COUNTER + self.card)
             closing.callback(Bells(self._address(each) for each in rung).close)
         self._memory = self._runtime.view(memory.address, memory.nbytes, memory)
-        self._shared = {name: self._shared_view(name) for name in SHARED}
+        pinned = access.pinned
+        self._activations = Activations(self._runtime, self._blueprint, layout, arena, pinned)
         copier = StreamCopier(copying, arena, memory, layout.abort, staging=access.staging)
         ring = CopyRing(arena, layout.copy_rings[self.card], layout.abort)
         self._copies = CopyThread(ring, copier, lambda: driver.set_device(ordinal))
         closing.callback(self._end_copies)
-
-    def _shared_view(self, name: str) -> torch.Tensor:
-        """A buffer of the arena as the card sees it, uint8 and flat."""
-        at, layout = self._layout.scratch[name], self._layout
-        nbytes = getattr(self._blueprint.scratch[layout.subchunks], name)
-        address = self.access.pinned.mapped(self._arena.base + at)
-        return self._runtime.view(address, nbytes, None) if nbytes else torch.empty(0)
 
     def _address(self, counter: int) -> int:
         return self._arena.base + self._layout.counter(counter)
@@ -179,13 +171,19 @@ class CardLane:
                 self._memory,
             )
         with self._adopting:
-            if self._operators is None:
-                self._operators = self._make_operators(_heads_of(compiled.values()))
-            held = self._operators.cache.layers
+            is_first = self._computer is None
+            if self._computer is None:
+                operators = self._make_operators(_heads_of(compiled.values()))
+                self._computer = CardComputer(operators, self._activations, self._memory)
+            held = self._computer.operators.cache.layers
             for layer, (first, last) in _heads_of(compiled.values()).items():
                 there = held.get(layer)
                 if there is None or not there.first <= first <= last <= there.last:
                     raise ValueError(f"KV heads {first} to {last} of layer {layer} are elsewhere")
+            places = expert_places(self._blueprint, placement.cards[self.card], homes)
+            self._computer.tables.hold(placement.placement_id, places)
+            if is_first:
+                self._warm_up(self._computer, placement.placement_id, compiled)
         new = {(placement.placement_id, phase): each for phase, each in compiled.items()}
         self._programs = {**self._programs, **new}
         return placement.placement_id
@@ -195,6 +193,41 @@ class CardLane:
         self._programs = {
             key: value for key, value in self._programs.items() if key[0] != placement_id
         }
+        with self._adopting:
+            if self._computer is not None:
+                self._computer.tables.drop(placement_id)
+
+    def _warm_up(
+        self, computer: CardComputer, placement_id: int, programs: Mapping[Phase, CardProgram]
+    ) -> None:
+        """Start all kernels once, with as many rows as steps may have, while nothing waits.
+
+        Raises MemoryError where the card has not enough beside weights and ring.
+        """
+        geometry = computer.operators.geometry
+        tokens = geometry.pages_per_sequence * geometry.page_tokens
+        few = [
+            ("decode", StepRows(count, num_logits=min(count, geometry.logit_rows), context=tokens))
+            for count in MOST_FEW
+            if count <= geometry.decode_rows
+        ]
+        chunk = StepRows(
+            geometry.decode_rows,
+            geometry.chunk_rows,
+            geometry.logit_rows,
+            context=tokens,
+            chunk_start=max(0, tokens - geometry.chunk_rows),
+            subchunk_rows=self._blueprint.options.prefill_chunk,
+        )
+        self._runtime.driver.set_device(self._ordinal)  # of this thread
+        try:
+            for phase, rows in (*few, ("prefill", chunk)):
+                work = (placement_id, programs[phase], rows, self._first_slots)
+                self._start(partial(computer.warm_up, *work))
+        except torch.OutOfMemoryError:
+            raise MemoryError(f"{self.name}: {self._story_of_memory()}") from None
+        if not self.streams.drain(WARM_UP_S):
+            raise CudaError("warming up", f"work is left after {WARM_UP_S:g} s")
 
     def _make_operators(self, kv_heads: Mapping[int, tuple[int, int]]) -> CardOperators:
         blueprint, layout = self._blueprint, self._layout
@@ -234,9 +267,13 @@ class CardLane:
         """Give back all that was taken of the card. Only once `run` has ended, or never began."""
         self._runtime.driver.set_device(self._ordinal)
         self._closing.close()  # first: what the stream still has to do needs all of this
-        self._operators, self._programs, self._blocks = None, {}, {}
-        self._shared = {}
+        self._computer, self._programs, self._blocks = None, {}, {}
+        self._activations.close()
         self._memory = torch.empty(0)
+
+    def _close_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.close()
 
     def _end_copies(self) -> None:
         """The copy thread ends at the abort word; a lane that is closed without one sets it."""
@@ -252,12 +289,7 @@ class CardLane:
         try:
             self._work()
         except torch.OutOfMemoryError:
-            free, total = self._runtime.driver.memory_info()
-            self._fail(
-                f"out of memory beside {show_nbytes(self._memory.nbytes)} of weights and ring; "
-                f"{show_nbytes(free)} of {show_nbytes(total)} are free (a smaller gpu_memory "
-                "leaves more)"
-            )
+            self._fail(self._story_of_memory())
         except Exception as error:  # the lane's only report: engine and peers must be told
             self._fail(f"{type(error).__name__}: {error}")
         finally:
@@ -266,6 +298,14 @@ class CardLane:
             except CudaError as error:
                 self._fail(str(error))
         return self.error
+
+    def _story_of_memory(self) -> str:
+        free, total = self._runtime.driver.memory_info()
+        return (
+            f"out of memory beside {show_nbytes(self._memory.nbytes)} of weights and ring; "
+            f"{show_nbytes(free)} of {show_nbytes(total)} are free (a smaller gpu_memory "
+            "leaves more)"
+        )
 
     def _fail(self, reason: str) -> None:
         self.error = self.error or f"{self.name}: {reason}"
@@ -288,38 +328,90 @@ class CardLane:
             with self._span(f"step {step}"):
                 self._submit_step(step)
 
-    def _submit_step(self, step: int) -> None:
-        layout = self._layout
-        record = layout.records + (step % RECORD_RING) * layout.record_nbytes
-        live = self._arena.view(record, np.int64, t.RECORD_HEADER_FIELDS)
-        header = live.copy()
-        phase: Phase = "decode" if header[t.PHASE] == t.DECODE else "prefill"
-        program = self._programs.get((int(header[t.PLACEMENT]), phase))
+    def _submit_step(self, number: int) -> None:
+        """Give the stream a step. It ends early at an abort."""
+        step = read_step(self._arena, self._layout, self._blueprint, number)
+        program = self._programs.get((step.placement_id, step.phase))
         if program is None:
-            raise RuntimeError(f"no program for placement {int(header[t.PLACEMENT])}")
+            raise RuntimeError(f"no program for placement {step.placement_id}")
         if not program.instructions:
             return
-        operators = self._operators
-        assert operators is not None, "made with the first program"
-        rows, write = self._read_record(record, header, operators)
-        self._start(partial(_begin, operators, rows, write))
-        base = int(header[t.LANE_BASE + self.number])
-        for ordinal, each in enumerate(program.instructions):
+        computer = self._computer
+        assert computer is not None, "made with the first program"
+        graphs = self._captured(computer, program, step)
+        self._start(partial(step.begin, computer.operators))
+        base = int(step.header[t.LANE_BASE + self.number])
+        at = 0
+        while at < len(program.instructions):
+            each = program.instructions[at]
             for wait in each.waits:
-                value = int(header[wait.base]) + wait.rel
+                value = int(step.header[wait.base]) + wait.rel
                 self._stream.wait_counter(self._address(wait.number), value)
-            if not live[t.IS_VOID]:  # of a void step the rest only retires
-                blocks = (*each.resident, *self._brought(each, header))
-                self._start(partial(self._compute, operators, each, blocks, rows))
-            self._stream.write_counter(self._address(self.number), base + ordinal + 1)
+            if at in graphs:
+                self._stream.replay(graphs[at].handle)
+                at = graphs[at].end
+            else:
+                if not step.is_void and not self._start_one(computer, each, step):
+                    return  # of a void step the rest only retires
+                at += 1
+            if program.instructions[at - 1].is_awaited:
+                self._stream.write_counter(self._address(self.number), base + at)
+
+    def _start_one(self, computer: CardComputer, each: CardInstruction, step: CardStep) -> bool:
+        """Start the kernels of an instruction. False: aborted."""
+        choice = None
+        if each.experts is not None and computer.needs_choice(each, step.rows):
+            if not self._wait_here(each.experts.chosen, step):
+                return False
+            choice = self._activations.choice(each.experts.layer, step.rows.num_rows)
+        blocks = (*each.resident, *self._brought(each, int(step.header[t.LINK_BASE + self.card])))
+        work = (step.placement_id, each, blocks, step.rows, choice)
+        self._start(partial(computer.compute, *work))
+        return True
+
+    def _wait_here(self, wait: CounterWait, step: CardStep) -> bool:
+        """Wait in this thread, for a processor's counter. False: aborted."""
+        value = int(step.header[wait.base]) + wait.rel
+        abort = self._arena.base + self._layout.abort
+        while not self._stopping.is_set():
+            status = wait_counter(self._address(wait.number), value, abort, 0, LOOK_UP_NS)
+            if status != WAIT_TIMED_OUT:
+                return bool(status == WAIT_OK)
+        return False
+
+    def _captured(
+        self, computer: CardComputer, program: CardProgram, step: CardStep
+    ) -> Mapping[int, Graph]:
+        """Graphs of pieces of this step, by their first instruction; captured now if it is time."""
+        graphs = self._graphs
+        assert graphs is not None, "made with the stream"
+        graphs.keep({placement_id for placement_id, _ in self._programs})
+        if step.rows.num_prefill:
+            return {}
+        kind = Kind(step.placement_id, step.rows.num_decode, step.rows.num_logits)
+        if graphs.is_wanted(kind):
+
+            def start(handle: int, first: int, end: int) -> None:
+                for each in program.instructions[first:end]:
+                    work = (step.placement_id, each, each.resident, step.rows)
+                    self._runtime.launch(handle, partial(computer.compute, *work))
+
+            segments = cut_segments(program.instructions, computer.may_capture)
+            graphs.capture(kind, segments, start)
+        return graphs.of(kind)
 
     def _start(self, work: Callable[[], None]) -> None:
         self._stream.submit(lambda handle: self._runtime.launch(handle, work))
 
-    def _brought(self, each: CardInstruction, header: np.ndarray) -> list[CardBlock]:
-        """The blocks of an instruction that lie in slots of the ring in this step."""
+    def _first_slots(self, each: CardInstruction) -> list[CardBlock]:
+        return self._brought(each, 0)
+
+    def _brought(self, each: CardInstruction, base: int) -> list[CardBlock]:
+        """The blocks of an instruction that lie in slots of the ring in a step.
+
+        base: blocks brought before the step.
+        """
         found = []
-        base = int(header[t.LINK_BASE + self.card])
         for block, place in each.brought:
             slot = (base + place) % self._where.num_slots
             key = (block, slot)
@@ -328,100 +420,6 @@ class CardLane:
                 self._blocks[key] = block_at(self._blueprint, block, self._memory, at)
             found.append(self._blocks[key])
         return found
-
-    def _read_record(
-        self, record: int, header: np.ndarray, operators: CardOperators
-    ) -> tuple[StepRows, Callable[[], None]]:
-        """What the step's shapes are, and how its numbers get to the card."""
-        layout, offsets = self._layout, self._layout.record_offsets
-        decode, prefill = int(header[t.NUM_DECODE]), int(header[t.NUM_PREFILL])
-        logits, count = int(header[t.NUM_LOGITS]), decode + prefill
-
-        def ints(name: str, length: int) -> list[int]:
-            found: list[int] = self._arena.view(record + offsets[name], np.int32, length).tolist()
-            return found
-
-        tokens, positions = ints("tokens", count), ints("positions", count)
-        sequences, logit_rows = ints("sequences", count), ints("logit_rows", logits)
-        rows = StepRows(
-            num_decode=decode,
-            num_prefill=prefill,
-            num_logits=logits,
-            context=max((position + 1 for position in positions[:decode]), default=0),
-            chunk_sequence=sequences[decode] if prefill else 0,
-            chunk_start=positions[decode] if prefill else 0,
-            subchunk_rows=int(header[t.SUBCHUNK_ROWS]) if prefill else 0,
-        )
-        slots = self._blueprint.options.max_batch
-        half = self._blueprint.config.head_dim // 2
-        pages = ints("pages", slots * layout.max_pages)
-        inv_freq = self._arena.view(record + offsets["inv_freq"], np.float32, slots, half).copy()
-        scaling = self._arena.view(record + offsets["scaling"], np.float32, slots).tolist()
-        used = sorted(set(sequences))
-        write = partial(
-            operators.inputs.write,
-            tokens,
-            positions,
-            sequences,
-            logit_rows,
-            {n: pages[n * layout.max_pages : (n + 1) * layout.max_pages] for n in used},
-            {n: (inv_freq[n], scaling[n]) for n in used},
-        )
-        return rows, write
-
-    # -- on the stream
-
-    def _compute(
-        self,
-        operators: CardOperators,
-        each: CardInstruction,
-        blocks: Sequence[CardBlock],
-        rows: StepRows,
-    ) -> None:
-        for span in each.crossings.fetched:
-            ours, theirs = self._places(operators, each.group, span, rows)
-            _copy(ours, theirs)
-        operators.compute(each.group, each.first_unit, each.last_unit, blocks, rows)
-        for span in each.crossings.left:
-            ours, theirs = self._places(operators, each.group, span, rows)
-            _copy(theirs, ours)
-
-    def _places(
-        self, operators: CardOperators, group: str, span: Span, rows: StepRows
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns of a buffer on the card, and in the arena, for the rows of a step; as ints."""
-        buffer: torch.Tensor = getattr(operators.buffers, span.buffer)
-        word = WORDS[buffer.element_size()]
-        width = buffer.shape[1]
-        if span.buffer.startswith("activated"):  # rows are as wide as the group has them
-            parts = operators.groups[group]
-            width = parts.parts[0].rows if parts.kind == "gate_up" else parts.parts[0].cols
-        ours = of_width(buffer.view(word), width)
-        theirs = self._shared[span.buffer].view(word)
-        theirs = theirs[: ours.shape[0] * width].view(-1, width)
-        count = _num_rows(span.buffer, rows)
-        columns = slice(span.first, span.last)
-        return ours[:count, columns], theirs[:count, columns]
-
-
-def _begin(operators: CardOperators, rows: StepRows, write: Callable[[], None]) -> None:
-    write()
-    operators.begin(rows)
-
-
-def _num_rows(buffer: str, rows: StepRows) -> int:
-    if buffer.endswith("_chunk"):
-        return rows.num_prefill
-    if buffer in ("attended", "activated"):
-        return rows.num_decode
-    return rows.num_logits if buffer == "logits" else rows.num_rows
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """By a kernel, which reads and writes pinned memory in place: never by a copy engine, where
-    it would queue behind weights."""
-    if target.numel():
-        torch.bitwise_or(source, 0, out=target)
 
 
 def _heads_of(programs: Iterable[CardProgram]) -> dict[int, tuple[int, int]]:

@@ -6,21 +6,27 @@ the sweep is known, since the slot follows from the step. What crosses is in `ex
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from shadowlane.actors.arena import LINK_COUNTER, ArenaLayout
+from shadowlane.actors.arena import GATHER_COUNTER, LINK_COUNTER, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.exchange import Crossings, crossings
 from shadowlane.ops import table as t
+from shadowlane.ops.card.experts import CardExpert
 from shadowlane.ops.card.products import CardBlock
-from shadowlane.planner.placement import Placement
+from shadowlane.ops.card.shares import Span
+from shadowlane.ops.dots import DIRECT_LAYOUTS
+from shadowlane.ops.layouts import LAYOUTS
+from shadowlane.planner.placement import CardPart, Placement
 from shadowlane.planner.profile import Phase
-from shadowlane.planner.program import ComputeInstruction, Program
+from shadowlane.planner.program import ComputeInstruction, Program, Read
 
-NOT_ON_CARDS = ("embed", "router", "experts")  # the planner leaves them to processors
+ELEMENT_NBYTES = {name: LAYOUTS[name].block_nbytes for name in DIRECT_LAYOUTS}
+NOT_HERE = -1  # in a table of experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,17 @@ class CounterWait:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerExperts:
+    """The experts of one layer that live on the card."""
+
+    layer: int  # counted among those that have experts
+    resident: Mapping[int, CardExpert]
+    layouts: tuple[str, str, str]  # of gate, up and down
+    is_aligned: bool  # direct layouts lie at multiples of their elements' size
+    chosen: CounterWait  # when the layer's router has chosen
+
+
+@dataclass(frozen=True, slots=True)
 class CardInstruction:
     group: str
     first_unit: int
@@ -41,12 +58,28 @@ class CardInstruction:
     crossings: Crossings
     resident: tuple[CardBlock, ...]
     brought: tuple[tuple[int, int], ...]  # (block, its place in the sweep)
+    is_awaited: bool  # whether anybody waits for the lane's counter to come to its end
+    experts: LayerExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CardProgram:
     instructions: tuple[CardInstruction, ...]
     kv_heads: Mapping[int, tuple[int, int]]  # by layer those it attends with, [first, last)
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """What all instructions of a program are compiled from."""
+
+    blueprint: Blueprint
+    placement: Placement
+    part: CardPart
+    homes: Mapping[int, int]
+    memory: torch.Tensor
+
+    def block(self, block: int) -> CardBlock:
+        return block_at(self.blueprint, block, self.memory, self.homes[block])
 
 
 def compile_program(
@@ -59,16 +92,19 @@ def compile_program(
     homes: Mapping[int, int],
     memory: torch.Tensor,
 ) -> CardProgram:
-    """programs: of all lanes. homes: where on the card each block lies. memory: all of the card's.
+    """programs: of all lanes. homes: where on the card each block lies, and behind all blocks each
+    routed expert. memory: all of the card's.
 
-    Raises ValueError for a block that is neither there nor brought, and for kinds of groups that
-    cards do not compute.
+    Raises ValueError for a block that is neither there nor brought, and for what cards do not
+    compute: routers, and rows of an embedding that is in RAM.
     """
-    card = layout.card_of(placement.number_of(lane))
-    assert card is not None, "only cards have such programs"
+    number = layout.card_of(placement.number_of(lane))
+    assert number is not None, "only cards have such programs"
+    card = _Card(blueprint, placement, placement.cards[number], homes, memory)
     stream = placement.stream_of(lane, phase)
     places = {block: place for place, block in enumerate(stream.sweep)}
     crossing = crossings(blueprint.config, blueprint.groups, programs, lane)
+    awaited = _awaited(programs, lane)
     catalog = {group.name: group for group in blueprint.catalog.groups}
     groups = {group.name: group for group in blueprint.groups}
     found: list[CardInstruction] = []
@@ -76,8 +112,8 @@ def compile_program(
     for each, crosses in zip(programs[lane].instructions, crossing, strict=True):
         assert isinstance(each, ComputeInstruction)
         group = groups[each.group]
-        if group.kind in NOT_ON_CARDS:
-            raise ValueError(f"{each.group} must be a processor's; {lane} computes no {group.kind}")
+        if group.kind == "router":  # who chooses also marks what is in RAM, and asks for the rest
+            raise ValueError(f"{each.group} must be a processor's; {lane} computes no router")
         if group.kind == "attn":
             assert group.layer is not None
             first, last = kv_heads.get(group.layer, (each.first_unit, each.last_unit))
@@ -90,30 +126,38 @@ def compile_program(
             if units.first_unit >= each.last_unit or units.last_unit <= each.first_unit:
                 continue
             if block in homes:
-                resident.append(block_at(blueprint, block, memory, homes[block]))
+                resident.append(card.block(block))
             elif block in places:
                 brought.append((block, places[block]))
             else:
                 raise ValueError(f"block {block} of {each.group} is neither on {lane} nor brought")
-        waits = tuple(
-            CounterWait(LINK_COUNTER + card, t.LINK_BASE + card, wait.rel)
+        waits = [
+            CounterWait(LINK_COUNTER + number, t.LINK_BASE + number, wait.rel)
             if wait.lane == stream.lane
-            else CounterWait(
-                placement.number_of(wait.lane),
-                t.LANE_BASE + placement.number_of(wait.lane),
-                wait.rel,
-            )
+            else _wait_for(placement, wait.lane, wait.rel)
             for wait in each.waits
-        )
+        ]
+        experts = None
+        if group.kind == "experts":
+            experts = _experts(card, programs, each.group)
+        if group.kind == "embed":
+            resident = _embedding(card, lane)
+            if not resident:
+                waits.append(CounterWait(GATHER_COUNTER, t.STEP, 0))
+                row_nbytes = blueprint.sources[blueprint.embedding_blocks[0]].row_nbytes
+                gathered = Span("gather", 0, row_nbytes)
+                crosses = Crossings((*crosses.fetched, gathered), crosses.left)
         found.append(
             CardInstruction(
                 each.group,
                 each.first_unit,
                 each.last_unit,
-                waits,
+                tuple(waits),
                 crosses,
                 tuple(resident),
                 tuple(brought),
+                len(found) + 1 in awaited,
+                experts,
             )
         )
     return CardProgram(tuple(found), kv_heads)
@@ -125,3 +169,94 @@ def block_at(blueprint: Blueprint, block: int, memory: torch.Tensor, home: int) 
     start = home + source.skew
     data = memory[start : start + source.num_rows * source.row_nbytes]
     return CardBlock(source.layout, data, source.num_rows, source.output_row, source.part)
+
+
+def expert_places(blueprint: Blueprint, part: CardPart, homes: Mapping[int, int]) -> np.ndarray:
+    """Where gate, up and down of each expert lie on a card, or NOT_HERE, for kernels to look up.
+
+    int64 [layers, experts, 3].
+    """
+    experts = blueprint.catalog.experts
+    if experts is None:
+        return np.zeros((0, 0, 3), np.int64)
+    places = np.full((experts.num_layers, experts.per_layer, 3), NOT_HERE, np.int64)
+    for layer in range(experts.num_layers):
+        for expert in part.experts_of(layer):
+            places[layer, expert] = _places_of(blueprint, layer, expert, homes)
+    return places
+
+
+def _wait_for(placement: Placement, lane: str, rel: int) -> CounterWait:
+    number = placement.number_of(lane)
+    return CounterWait(number, t.LANE_BASE + number, rel)
+
+
+def _awaited(programs: Mapping[str, Program], lane: str) -> set[int]:
+    """How far the lane's counter has to come for somebody to go on: counted instructions."""
+    found = {len(programs[lane].instructions)}  # for the engine
+    for program in programs.values():
+        for each in program.instructions:
+            waits = each.consumers if isinstance(each, Read) else (*each.waits, *each.joins)
+            found.update(wait.rel for wait in waits if wait.lane == lane)
+    return found
+
+
+def _places_of(
+    blueprint: Blueprint, layer: int, expert: int, homes: Mapping[int, int]
+) -> tuple[int, ...]:
+    assert blueprint.experts is not None
+    source = blueprint.experts.sources[layer * blueprint.experts.catalog.per_layer + expert]
+    home = homes[blueprint.expert_number(layer, expert)]
+    return tuple(home + place for place in source.places)
+
+
+def _experts(card: _Card, programs: Mapping[str, Program], group: str) -> LayerExperts:
+    blueprint = card.blueprint
+    assert blueprint.experts is not None
+    layer = [each.name for each in blueprint.catalog.sparse_groups].index(group)
+    formats = blueprint.experts.formats[layer]
+    resident: dict[int, CardExpert] = {}
+    is_aligned = True
+    for expert in card.part.experts_of(layer):
+        places = _places_of(blueprint, layer, expert, card.homes)
+        matrices = [
+            CardBlock(each.layout, card.memory[at : at + each.rows * each.row_nbytes], each.rows)
+            for each, at in zip(formats, places, strict=True)
+        ]
+        is_aligned &= all(
+            at % ELEMENT_NBYTES.get(each.layout, 1) == 0
+            for each, at in zip(formats, places, strict=True)
+        )
+        resident[expert] = CardExpert(*matrices)
+    lane, rel = next(
+        (lane, number + 1)
+        for lane, number, each in _instructions(programs)
+        if each.group == group.replace("experts", "router")
+    )
+    gate, up, down = (each.layout for each in formats)
+    chosen = _wait_for(card.placement, lane, rel)
+    return LayerExperts(layer, resident, (gate, up, down), is_aligned, chosen)
+
+
+def _instructions(
+    programs: Mapping[str, Program],
+) -> Iterator[tuple[str, int, ComputeInstruction]]:
+    for lane, program in programs.items():
+        for number, each in enumerate(program.instructions):
+            if isinstance(each, ComputeInstruction):
+                yield lane, number, each
+
+
+def _embedding(card: _Card, lane: str) -> list[CardBlock]:
+    """The table of embeddings; none where the disk lane gathers its rows.
+
+    Raises ValueError where it is neither on the card nor left on disk.
+    """
+    blocks = card.blueprint.embedding_blocks
+    if all(block in card.homes for block in blocks):
+        return [card.block(block) for block in blocks]
+    if any(card.placement.resident[block] for block in blocks):
+        raise ValueError(
+            f"embed must be a processor's where rows of its table are in RAM; got {lane}"
+        )
+    return []

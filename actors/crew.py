@@ -404,13 +404,13 @@ class Crew:
         """
         if not self._has_cards:
             return
-        sources = self._blueprint.sources
-        total = sum(sources[block].held_nbytes for h in self.card_homes for block in h.offsets)
+        sizes = self._blueprint.held_nbytes
+        total = sum(sizes[block] for there in self.card_homes for block in there.offsets)
         done = 0
         for link, there in zip(self.links, self.card_homes, strict=True):
             for parcel in self._landings(sorted(there.offsets)):
                 self._move_parcel(link, parcel, there.offsets)
-                done += sum(sources[block].held_nbytes for block in parcel)
+                done += sum(sizes[block] for block in parcel)
                 if tell is not None:
                     tell("loading the cards", done / total)
 
@@ -426,13 +426,14 @@ class Crew:
     def _landings(self, blocks: Iterable[int]) -> Iterator[dict[int, int]]:
         """Blocks with the arena offsets they are copied from: at home, or in the landing place."""
         start, end = self._layout.landing, self._layout.landing + self._layout.landing_nbytes
+        sizes = self._blueprint.held_nbytes
         parcel: dict[int, int] = {}
         at = start
         for block in blocks:
             if block in self.homes.offsets:
                 parcel[block] = self.homes.offsets[block]
                 continue
-            nbytes = self._blueprint.sources[block].held_nbytes
+            nbytes = sizes[block]
             if at + nbytes > end:
                 yield parcel
                 parcel, at = {}, start

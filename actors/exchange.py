@@ -4,6 +4,9 @@ Processors compute in the arena; a card has buffers of its own. Before an instru
 the columns that others have written since it last had them, and after it leaves behind what anybody
 else reads before it is written again. Both follow from the programs of all lanes, so they are
 known when a placement is adopted, and nothing crosses for which nobody waits.
+
+What experts give is not among it: which rows a card computes is known only when a router has
+chosen, and each goes to a place of its own (`card_activations.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import NamedTuple
 
 from shadowlane.ops.card.shares import Span, has_shared_gate, output_rows, spans_written
 from shadowlane.ops.decoder import DecoderConfig, GroupDescription
+from shadowlane.planner.catalog import expert_units
 from shadowlane.planner.program import ComputeInstruction, Program
 
 Ranges = list[tuple[int, int]]  # by rising start, apart from one another
@@ -95,14 +99,28 @@ def _steps(
                 break
             group = groups[order[each.group]]
             units = (each.first_unit, each.last_unit)
-            writes = (
-                (Span("residual", 0, config.hidden_size),)
-                if group.kind == "experts"
-                else spans_written(config, group, *units)
-            )
-            part = _Part(lane, number, spans_read(config, group, *units), writes)
+            reads = spans_read(config, group, *units)
+            if group.kind == "attn" and not lane.startswith("gpu:"):
+                reads += _angles(config)  # cards compute them at the beginning of a step
+            part = _Part(lane, number, reads, _spans_written(config, group, *units))
             steps[order[each.group]].append(part)
     return steps
+
+
+def _spans_written(
+    config: DecoderConfig, group: GroupDescription, first_unit: int, last_unit: int
+) -> tuple[Span, ...]:
+    if group.kind == "experts":
+        assert config.moe is not None
+        adds_up = last_unit == expert_units(config.moe.num_experts)
+        return (Span("residual", 0, config.hidden_size),) if adds_up else ()
+    written = spans_written(config, group, first_unit, last_unit)
+    return (*written, *_angles(config)) if group.kind == "embed" else written
+
+
+def _angles(config: DecoderConfig) -> tuple[Span, ...]:
+    """Who embeds a row leaves the angles of its position, too."""
+    return Span("cos", 0, config.head_dim // 2), Span("sin", 0, config.head_dim // 2)
 
 
 def _fetched(steps: Sequence[Sequence[_Part]], lane: str) -> dict[int, list[Span]]:

@@ -77,23 +77,25 @@ class Experts:
         ids: np.ndarray,
         rows: StepRows,
         biases: ExpertBiases | None,
+        outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """The resident experts with the rows that chose them.
 
         inputs: the normalised decode rows, float32, and chunk rows, compute type; ids: what
         `route_ids` holds, [rows, top_k], on the host, where the next product depends on it.
+        outputs: in place of `expert_output` and `expert_output_chunk`, of the same types.
         """
         buffers, top_k = self._buffers, self._moe.top_k
+        few, many = outputs or (buffers.expert_output, buffers.expert_output_chunk)
         decode, chunk = inputs
         if decode is not None:
             part = slice(0, rows.num_decode)
-            self._rows(decode, part, resident, ids, biases, buffers.expert_output, False)
+            self._rows(decode, part, resident, ids, biases, few, False)
         if chunk is None:
             return
         for first, last in rows.subchunks():
             part = slice(rows.num_decode + first, rows.num_decode + last)
-            outputs = buffers.expert_output_chunk[first * top_k :]
-            self._rows(chunk[first:last], part, resident, ids, biases, outputs, True)
+            self._rows(chunk[first:last], part, resident, ids, biases, many[first * top_k :], True)
 
     def _rows(
         self,

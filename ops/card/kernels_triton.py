@@ -20,6 +20,7 @@ from shadowlane.ops.card.packed_triton import dot_rows
 from shadowlane.ops.layouts import LAYOUTS
 
 MAX_INPUTS = 8  # that one kernel takes together
+LEAVE_COLS = 1024  # of a row that one program copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,4 +261,30 @@ def compute_experts(
         table.memory, table.places, ids, activated, outputs, down_biases, hidden, nbytes[2],
         blocks[2], activated.stride(0), DOWN=down, HAS_BIAS=biases is not None, ROWS=rows,
         NUM=tiles[2].num, PLACES=tiles[2].places,
+    )  # fmt: skip
+
+
+@triton.jit
+def _leave_kernel(places, ids, source, target, width, COLS: tl.constexpr):
+    """Some columns of one pair's row, if its expert is here."""
+    pair = tl.program_id(1)
+    if tl.load(places + 3 * tl.load(ids + pair)) >= 0:
+        col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+        inside = col < width
+        values = tl.load(source + pair * width + col, mask=inside, other=0.0)
+        tl.store(target + pair * width + col, values, mask=inside)
+
+
+def leave_experts(
+    table: ExpertTable, ids: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+) -> None:
+    """Copy the rows of pairs whose expert is in the table; the others stay untouched.
+
+    ids: int64 [rows, top_k]; source, target: float32 [pairs, hidden], the latter perhaps in memory
+    of the host, where others write the rows of theirs at the same time.
+    """
+    width = source.shape[1]
+    grid = (triton.cdiv(width, LEAVE_COLS), ids.numel())
+    _leave_kernel[grid](
+        table.places, ids.contiguous(), source, target, width, COLS=LEAVE_COLS
     )  # fmt: skip

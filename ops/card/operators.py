@@ -164,27 +164,36 @@ class CardOperators:
         self._experts.route(rows)
 
     def experts(
-        self, name: str, resident: Mapping[int, CardExpert], ids: np.ndarray, rows: StepRows
+        self,
+        name: str,
+        resident: Mapping[int, CardExpert],
+        ids: np.ndarray,
+        rows: StepRows,
+        outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """The resident experts of a layer for the rows that chose them: ids, [rows, top_k].
 
         Leaves the output row of each of their pairs in `expert_output` (of a chunk's rows, in
-        `expert_output_chunk`) and touches no other.
+        `expert_output_chunk`) or in what is given in their place, and touches no other.
         """
         assert self._experts is not None
         group = self.groups[name]
         inputs = self._inputs(group, rows)
-        self._experts.compute(inputs, resident, ids, rows, self._expert_biases(group))
+        biases = self._expert_biases(group)
+        self._experts.compute(inputs, resident, ids, rows, biases, outputs)
 
-    def experts_in_place(self, name: str, table: ExpertTable, rows: StepRows) -> None:
+    def experts_in_place(
+        self, name: str, table: ExpertTable, rows: StepRows, output: torch.Tensor | None = None
+    ) -> None:
         """As `experts`, for the decode rows alone: what they chose is read from `route_ids`.
 
-        Which experts are in the table may change between replays of a captured graph. Raises
-        ValueError on a device without Triton.
+        Which experts are in the table may change between replays of a captured graph. output: where
+        the pairs' rows go in the end, in place of `expert_output`. Raises ValueError on a device
+        without Triton.
         """
         if not self.products.uses_triton:
             raise ValueError(f"experts in place need Triton; got {self.device} without it")
-        from shadowlane.ops.card.kernels_triton import compute_experts
+        from shadowlane.ops.card.kernels_triton import compute_experts, leave_experts
 
         group, moe, buffers = self.groups[name], self.config.moe, self.buffers
         decode, _ = self._inputs(group, rows)
@@ -192,20 +201,35 @@ class CardOperators:
         if decode is None:
             return
         biases = self._expert_biases(group)
+        ids = buffers.route_ids[: rows.num_decode]
         compute_experts(
             table,
-            buffers.route_ids[: rows.num_decode],
+            ids,
             decode,
             buffers.expert_activated,
             buffers.expert_output,
             None if biases is None else (biases.gate, biases.up, biases.down),
             self._clamp,
         )
+        if output is not None:  # rows whole, where the kernels above write a few numbers at a time
+            leave_experts(table, ids, buffers.expert_output, output)
 
     def add_experts(self, rows: StepRows) -> None:
         """Add all pairs' outputs to the residual stream, in the router's order."""
         assert self._experts is not None
         self._experts.add(rows)
+
+    def reads_device_alone(self, name: str) -> bool:
+        """Whether a group's kernels for a step without a chunk differ from step to step by nothing
+        but numbers in device memory, so that a graph of them may be replayed.
+
+        Attention without Triton is cut to the length of the longest text; experts without it are
+        chosen by the host.
+        """
+        kind = self.groups[name].kind
+        if kind == "attn":
+            return self.products.uses_triton and self.cache.layout != "q8_0"
+        return kind != "experts" or self.products.uses_triton
 
     def likeliest(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest token of each row of complete logits, int64, and its logit, float32.

@@ -62,12 +62,18 @@ def cut_points(catalog: Catalog, group: Group) -> list[int]:
 
 
 def over_cards(
-    catalog: Catalog, whole: Placement, seed: int, cards: int = 1, num_slots: int = MIN_SLOTS
+    catalog: Catalog,
+    whole: Placement,
+    seed: int,
+    cards: int = 1,
+    num_slots: int = MIN_SLOTS,
+    *,
+    embeds: bool = False,
 ) -> Placement:
     """`whole`, of which all is in RAM, with every group shared out at random.
 
     A part may live on a card, come over its link (in decode, in prefill, or in both), or stay.
-    Of experts, any may live on cards.
+    Of experts, any may live on cards. embeds: the table of embeddings is the first card's.
     """
     random = Random(seed)
     names = [f"gpu:{number}" for number in range(cards)]
@@ -85,6 +91,11 @@ def over_cards(
             counts = dict(zip(names, map(len, of_layer), strict=True))
             for phase in shares:
                 shares[phase][group.name] = expert_shares(counts, "cpu:0", group.units)
+            continue
+        if group.kind == "embed" and embeds:
+            resident[names[0]] += group.blocks
+            for phase in shares:
+                shares[phase][group.name] = (Share(names[0], 0, group.units),)
             continue
         if group.kind in ("embed", "router"):
             for phase in shares:
@@ -172,13 +183,22 @@ def specs(names: Sequence[str]) -> tuple[LaneSpec, ...]:
     return tuple(LaneSpec(name, 1) for name in names)
 
 
-def drawn(seed: int, cards: int) -> Callable[[Catalog, Request], Placement]:
-    """What a scripted planner begins with: a placement over cards at random, which can run."""
+def drawn(
+    seed: int, cards: int, slots: int | None = None, *, embeds: bool = False
+) -> Callable[[Catalog, Request], Placement]:
+    """What a scripted planner begins with: a placement over cards at random, which can run.
+
+    slots: of experts in RAM; None: one for each.
+    """
 
     def first(catalog: Catalog, request: Request) -> Placement:
         processors = replace(request, lanes=(LaneSpec("cpu:0", 1),))
         whole = place(catalog, processors, CostModel(None))
-        placement = over_cards(catalog, whole, seed, cards)
+        if slots is not None:
+            assert catalog.experts is not None
+            nbytes = slots * catalog.experts.slot_nbytes
+            whole = replace(whole, expert_slots=slots, experts_nbytes=nbytes)
+        placement = over_cards(catalog, whole, seed, cards, embeds=embeds)
         for phase in ("decode", "prefill"):
             validate(catalog, placement, build_programs(catalog, placement, phase), phase)
         return placement

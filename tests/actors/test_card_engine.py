@@ -111,7 +111,7 @@ def test_without_memory_operations_or_without_pinned_weights(
 def test_waits_and_writes_of_a_stream_are_in_order(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The counter of the lane rises by one for each instruction, after the kernels of each."""
+    """The counter of the lane rises, as far as anybody waits for, after the kernels of each."""
     with fake_cards(monkeypatch) as (driver,):
         with on_cards(model, drawn(0, 1)) as engine:
             engine.generate(PROMPT)
@@ -122,9 +122,8 @@ def test_waits_and_writes_of_a_stream_are_in_order(
         done = [(name, arguments) for number, name, arguments in driver.done if number == stream]
         written = [arguments[1] for name, arguments in done if name == "write_value"]
         assert {arguments[0] for name, arguments in done if name == "write_value"} == {counter}
-        assert written == list(range(1, retired + 1))
-        kernels = sum(name == "kernel" for name, _ in done)
-        assert kernels == retired + engine.engine.steps_retired, "one more begins each step"
+        assert written == sorted(set(written))
+        assert len(written) < written[-1] == retired, "some have nobody who waits for them"
         assert "copy" not in [name for name, _ in done], "activations pass no copy engine"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cards import machine_with, over_cards
+from cards import drawn, machine_with
 from inprocess import AMPLE, ONE_THREAD, collect, cut, running, small_blocks
 from mixture_files import write_published_gpt_oss
 from test_experts_run import MANY, read_nbytes
@@ -21,13 +21,9 @@ from shadowlane.actors.scratch import route_layout
 from shadowlane.actors.spec import CardSettings, Emulated
 from shadowlane.ops import emulated as law
 from shadowlane.ops import table as t
-from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.cost import CostModel
-from shadowlane.planner.placement import LaneSpec, Placement, Request
 from shadowlane.planner.program import build_programs
 from shadowlane.planner.routing_files import read_trace
-from shadowlane.planner.search import SPARE_EXPERTS, place
-from shadowlane.planner.validate import validate
+from shadowlane.planner.search import SPARE_EXPERTS
 
 OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
@@ -38,26 +34,6 @@ FAMILIES = ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"]
 def _small_blocks() -> Iterator[None]:
     with small_blocks(4096):
         yield
-
-
-def drawn(
-    seed: int, cards: int, slots: int | None = None
-) -> Callable[[Catalog, Request], Placement]:
-    """slots: of experts in RAM; None: one for each."""
-
-    def first(catalog: Catalog, request: Request) -> Placement:
-        processors = replace(request, lanes=(LaneSpec("cpu:0", 1),))
-        whole = place(catalog, processors, CostModel(None))
-        if slots is not None:
-            assert catalog.experts is not None
-            nbytes = slots * catalog.experts.slot_nbytes
-            whole = replace(whole, expert_slots=slots, experts_nbytes=nbytes)
-        placement = over_cards(catalog, whole, seed, cards)
-        for phase in ("decode", "prefill"):
-            validate(catalog, placement, build_programs(catalog, placement, phase), phase)
-        return placement
-
-    return first
 
 
 def on_cards(

@@ -1,0 +1,157 @@
+"""Activations that a card and the arena exchange, by kernels that read and write it in place.
+
+Never by a copy engine, where they would queue behind weights. What crosses when is in
+`exchange.py`; here is where it lies on both sides. Of a layer's experts two things cross: what the
+router chose, and the rows of the pairs that this card computes, each to its own place.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from shadowlane.actors.arena import Arena, ArenaLayout
+from shadowlane.actors.blueprint import Blueprint
+from shadowlane.actors.cuda.pinned import PinnedMemory
+from shadowlane.actors.cuda.runtime import CardRuntime
+from shadowlane.actors.scratch import gather_stride, route_layout
+from shadowlane.ops.card.buffers import StepRows
+from shadowlane.ops.card.operators import CardOperators
+from shadowlane.ops.card.shares import Span, of_width
+
+SHARED = (  # buffers that lanes exchange
+    "residual",
+    "cos",
+    "sin",
+    "qkv",
+    "attended",
+    "attended_chunk",
+    "activated",
+    "activated_chunk",
+    "logits",
+    "gather",
+    "router",
+    "routes",
+    "expert_output",
+    "expert_output_chunk",
+)
+WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class Activations:
+    """The arena's buffers as one card sees them; they must be pinned."""
+
+    def __init__(
+        self,
+        runtime: CardRuntime,
+        blueprint: Blueprint,
+        layout: ArenaLayout,
+        arena: Arena,
+        pinned: PinnedMemory,
+    ) -> None:
+        self._blueprint, self._layout, self._arena = blueprint, layout, arena
+        self._shared = {
+            name: self._view(
+                runtime, pinned, name, getattr(blueprint.scratch[layout.subchunks], name)
+            )
+            for name in SHARED
+        }
+
+    def _view(
+        self, runtime: CardRuntime, pinned: PinnedMemory, name: str, nbytes: int
+    ) -> torch.Tensor:
+        """uint8, flat."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        address = self._arena.base + self._layout.scratch[name]
+        return runtime.view(pinned.mapped(address), nbytes, None)
+
+    def close(self) -> None:
+        self._shared = {}
+
+    # -- kernels; call them where a stream is being given work
+
+    def fetch(
+        self, operators: CardOperators, group: str, spans: tuple[Span, ...], rows: StepRows
+    ) -> None:
+        """What a group of this card reads and others have written."""
+        for span in spans:
+            ours, theirs = self._places(operators, group, span, rows)
+            _copy(ours, theirs)
+
+    def leave(
+        self, operators: CardOperators, group: str, spans: tuple[Span, ...], rows: StepRows
+    ) -> None:
+        """What others read of what a group of this card has written."""
+        for span in spans:
+            ours, theirs = self._places(operators, group, span, rows)
+            _copy(theirs, ours)
+
+    def fetch_choice(self, operators: CardOperators, layer: int, rows: StepRows) -> None:
+        """What the router of a layer has chosen, into `route_ids`. layer: of those with experts."""
+        start, _, top_k = self._choice(layer)
+        count = rows.num_rows
+        nbytes = 4 * count * top_k
+        theirs = self._shared["routes"][start : start + nbytes].view(torch.int32)
+        operators.buffers.route_ids[:count].copy_(theirs.view(count, top_k))  # to another type
+
+    def expert_outputs(self, operators: CardOperators) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where rows of pairs go: of decode rows, float32, and of a chunk's, compute type."""
+        buffers = operators.buffers
+        few, many = (
+            self._shared[name].view(ours.dtype)[: ours.numel()].view(ours.shape)
+            for name, ours in (
+                ("expert_output", buffers.expert_output),
+                ("expert_output_chunk", buffers.expert_output_chunk),
+            )
+        )
+        return few, many
+
+    # -- on the host
+
+    def choice(self, layer: int, count: int) -> np.ndarray:
+        """What the router of a layer has chosen, once it has: int32 [count, top_k], a copy."""
+        start, scratch, top_k = self._choice(layer)
+        return self._arena.view(scratch + start, np.int32, count, top_k).copy()
+
+    def _choice(self, layer: int) -> tuple[int, int, int]:
+        moe = self._blueprint.config.moe
+        assert moe is not None, "only mixtures have routes"
+        offsets = route_layout(self._blueprint.config, self._layout.step_rows)
+        start = layer * self._layout.route_nbytes + offsets["ids"]
+        return start, self._layout.scratch["routes"], moe.top_k
+
+    # -- inside
+
+    def _places(
+        self, operators: CardOperators, group: str, span: Span, rows: StepRows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns of a buffer on the card, and in the arena, for the rows of a step; as ints."""
+        buffer: torch.Tensor = getattr(operators.buffers, span.buffer)
+        word = WORDS[buffer.element_size()]
+        width = buffer.shape[1]
+        if span.buffer.startswith("activated"):  # rows are as wide as the group has them
+            parts = operators.groups[group]
+            width = parts.parts[0].rows if parts.kind == "gate_up" else parts.parts[0].cols
+        stride = gather_stride(self._blueprint.embedding) if span.buffer == "gather" else width
+        ours = of_width(buffer.view(word), width)
+        theirs = self._shared[span.buffer].view(word)
+        theirs = theirs[: ours.shape[0] * stride].view(-1, stride)
+        count = _num_rows(span.buffer, rows)
+        columns = slice(span.first, span.last)
+        return ours[:count, columns], theirs[:count, columns]
+
+
+def _num_rows(buffer: str, rows: StepRows) -> int:
+    if buffer.endswith("_chunk"):
+        return rows.num_prefill
+    if buffer in ("attended", "activated"):
+        return rows.num_decode
+    return rows.num_logits if buffer == "logits" else rows.num_rows
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if math.prod(target.shape):
+        torch.bitwise_or(source, 0, out=target)

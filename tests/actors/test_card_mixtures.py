@@ -1,0 +1,240 @@
+"""Experts and embeddings on CUDA cards over a recorded driver, and steps in captured pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cards import drawn, machine_with
+from fake_card import fake_cards
+from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running, small_blocks
+from mixture_files import write_published_gpt_oss
+from test_experts_run import MANY
+from tiny import tiny_tokens
+
+from shadowlane.actors.blueprint import Options
+from shadowlane.actors.card_graphs import cut_segments
+from shadowlane.actors.card_lane import CardLane
+from shadowlane.actors.card_program import CardInstruction, CounterWait
+from shadowlane.actors.exchange import Crossings
+from shadowlane.actors.spec import CardSettings
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.placement import Placement, Request
+from shadowlane.planner.search import SPARE_EXPERTS
+
+OPTIONS = Options(context=128, prefill_chunk=24)
+PROMPT = tiny_tokens(41)
+TOLERANCE = 3e-4  # float32, in another order of addition
+FAMILIES = ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with small_blocks(4096):
+        yield
+
+
+@contextmanager
+def on_cards(
+    model: Path,
+    first: Callable[[Catalog, Request], Placement],
+    cards: int = 1,
+    options: Options = OPTIONS,
+) -> Iterator[InProcess]:
+    with running(
+        model,
+        ram=AMPLE,
+        options=options,
+        cores=ONE_THREAD,
+        first=first,
+        cards=(CardSettings(1 << 30),) * cards,
+        machine=machine_with(cards),
+    ) as engine:
+        yield engine
+
+
+def lane_of(engine: InProcess, card: int = 0) -> CardLane:
+    lane: CardLane = engine.engine.crew.cards[card]._target._lane  # type: ignore[attr-defined]
+    return lane
+
+
+def few_slots(model: Path) -> int:
+    """Of experts in RAM: as few as a mixture can run with."""
+    experts = cut(model, OPTIONS, ONE_THREAD).catalog.experts
+    assert experts is not None
+    return experts.top_k + SPARE_EXPERTS
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_experts_on_cards_give_the_same_tokens(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if family == "published":
+        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
+    else:
+        model = tiny_model(family)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens, logits = engine.generate(PROMPT, 16), engine.logits(PROMPT)
+    for seed, cards, slots in ((0, 1, None), (3, 2, few_slots(model)), (2, 1, few_slots(model))):
+        first = drawn(seed, cards, slots, embeds=seed == 3)
+        with fake_cards(monkeypatch, cards), on_cards(model, first, cards) as engine:
+            placement = engine.engine.placement
+            assert engine.generate(PROMPT, 16) == tokens
+            assert np.abs(engine.logits(PROMPT) - logits).max() <= TOLERANCE
+            use = engine.engine.gauges.expert_use()
+            assert bool(use.on_cards) == bool(placement.experts_on_cards)
+
+
+def test_requests_that_share_steps(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks beside decode rows, whose experts go to buffers of their own."""
+    model = tiny_model(MANY)
+    options = replace(OPTIONS, max_batch=3)
+    prompts = [tiny_tokens(20 + 17 * number)[number:] for number in range(3)]
+    with running(model, options=options, cores=ONE_THREAD) as engine:
+        alone = [engine.generate(prompt, 10) for prompt in prompts]
+    first = drawn(5, 2, few_slots(model))
+    with fake_cards(monkeypatch, 2), on_cards(model, first, 2, options) as engine:
+        together = [engine.submit(prompt, 10) for prompt in prompts]
+        assert [collect(sequence) for sequence in together] == alone
+
+
+def test_moving_experts_while_tokens_are_made(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(MANY)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens = engine.generate(PROMPT, 20)
+    slots = 9
+
+    def first(catalog: Catalog, request: Request) -> Placement:
+        return drawn(1, 1, slots)(catalog, request)
+
+    def others(catalog: Catalog, request: Request, seed: int) -> Placement:
+        """The same but for the experts, since keys and values stay."""
+        there, other = first(catalog, request), drawn(seed, 1, slots)(catalog, request)
+        experts = {n: s for n, s in other.shares.items() if n.endswith(".experts")}
+        part = replace(
+            there.cards[0],
+            experts=other.cards[0].experts,
+            experts_nbytes=other.cards[0].experts_nbytes,
+        )
+        return replace(
+            there,
+            placement_id=seed,
+            shares={**there.shares, **experts},
+            prefill_shares={**(there.prefill_shares or {}), **experts},
+            cards=(part,),
+        )
+
+    with fake_cards(monkeypatch), on_cards(model, first) as engine:
+        planner, now = engine.planner, engine.engine
+        assert planner is not None
+        for turn in (2, 3):
+            again = others(now.blueprint.catalog, now.request, turn)
+            planner.script.append((8 * turn, again))
+        for _ in range(50):
+            assert engine.generate(PROMPT, 20) == tokens
+            if len(planner.announced) == 3:
+                break
+        assert [placement for placement, _ in planner.announced] == [0, 2, 3]
+        (part,), (there,) = now.placement.cards, now.crew.card_homes
+        assert set(there.offsets) == set(now.blueprint.on_card(part))
+        kinds = lane_of(engine)._graphs._graphs  # type: ignore[union-attr]
+        assert {kind.placement_id for kind in kinds} == {3}, "graphs go with their placement"
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama2-tied"])
+def test_embeddings_on_a_card(
+    tiny_model: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processors that attend find the angles of positions, too. Tied: gathered from the disk."""
+    model = tiny_model(family)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens, logits = engine.generate(PROMPT), engine.logits(PROMPT)
+
+    def first(catalog: Catalog, request: Request) -> Placement:
+        placement = drawn(4, 1, embeds=True)(catalog, request)
+        head = catalog.group("lm_head").blocks
+        if family == "llama2-tied":  # all of the head on the card, and nothing of it in RAM
+            shares = {
+                phase: {**of_phase, "lm_head": (head_share,)}
+                for phase, of_phase in (
+                    ("shares", placement.shares),
+                    ("prefill_shares", placement.prefill_shares),
+                )
+                for head_share in [
+                    replace_lane(of_phase["lm_head"][0], catalog.group("lm_head").units)
+                ]
+            }
+            (part,) = placement.cards
+            part = replace(
+                part,
+                resident=tuple(sorted({*part.resident, *head})),
+                decode_sweep=tuple(b for b in part.decode_sweep if b not in head),
+                prefill_sweep=tuple(b for b in part.prefill_sweep if b not in head),
+            )
+            kept = tuple(k and b not in head for b, k in enumerate(placement.resident))
+            placement = replace(placement, **shares, cards=(part,), resident=kept)
+        return placement
+
+    with fake_cards(monkeypatch), on_cards(model, first) as engine:
+        assert any(each.kind == "attn" for each in engine.engine.catalog.groups)
+        assert engine.generate(PROMPT) == tokens
+        assert np.abs(engine.logits(PROMPT) - logits).max() <= TOLERANCE
+
+
+def replace_lane(share: Any, units: int) -> Any:
+    return share._replace(lane="gpu:0", first_unit=0, last_unit=units)
+
+
+def test_decode_steps_are_replayed_in_pieces(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waits and writes between graphs; the same tokens where a driver captures nothing."""
+    model = tiny_model(MANY)
+    with fake_cards(monkeypatch) as (driver,):
+        with on_cards(model, drawn(2, 1)) as engine:
+            tokens = engine.generate(PROMPT, 12)
+            lane = lane_of(engine)
+            (kind,) = lane._graphs._graphs  # type: ignore[union-attr]
+            assert (kind.num_decode, kind.num_logits) == (1, 1)
+            num_graphs = len(lane._graphs.of(kind))  # type: ignore[union-attr]
+            before = len(driver.calls)
+            assert engine.generate(PROMPT, 12) == tokens
+            names = [name for name, _ in driver.calls[before:]]
+            assert names.count("launch_graph") >= 11 * num_graphs > 0
+            assert "begin_capture" not in names, "once is enough"
+            assert "allocate" not in names
+    with fake_cards(monkeypatch, failures={"end_capture": "cudaErrorStreamCaptureInvalidated"}):
+        with on_cards(model, drawn(2, 1)) as engine:
+            assert engine.generate(PROMPT, 12) == tokens
+            assert "Invalidated" in (lane_of(engine)._graphs.why_not or "")  # type: ignore[union-attr]
+
+
+def test_pieces_end_where_somebody_waits() -> None:
+    def instruction(group: str, waits: int = 0, is_awaited: bool = False) -> CardInstruction:
+        wait = CounterWait(0, 0, 1)
+        return CardInstruction(group, 0, 1, (wait,) * waits, Crossings((), ()), (), (), is_awaited)
+
+    program = [
+        instruction("a", waits=1),
+        instruction("b"),
+        instruction("c", is_awaited=True),
+        instruction("eager"),
+        instruction("d"),
+        instruction("e", waits=1),
+        instruction("f", is_awaited=True),
+        instruction("g"),
+    ]
+    found = cut_segments(program, lambda each: each.group != "eager")
+    assert found == [(0, 3), (4, 5), (5, 7), (7, 8)]
