@@ -30,6 +30,7 @@ from shadowlane.actors.arena import (
 )
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.card_copier import Regions
+from shadowlane.actors.card_full import CardFull
 from shadowlane.actors.card_program import (
     CardInstruction,
     CardProgram,
@@ -86,8 +87,8 @@ class CardLane:
     ) -> None:
         """number: among all compute lanes; card: among cards; ordinal: the driver's, here.
 
-        Raises MemoryError where the card has not what the budget promises, CudaError where its
-        streams cannot reach the arena.
+        Raises CardFull where the card has not what the budget promises, MemoryError where too
+        little can be pinned, CudaError where its streams cannot reach the arena.
         """
         self.number, self.card = number, card
         self.name = layout.lanes[number]
@@ -115,16 +116,18 @@ class CardLane:
         try:
             memory = CardMemory.allocate(driver, max(nbytes, 1))
         except CudaError as error:
-            raise MemoryError(
-                f"{self.name}: {show_nbytes(nbytes)} of its budget: {error}"
-            ) from None
+            reason = f"{self.name}: {show_nbytes(nbytes)} of its budget: {error}"
+            raise CardFull(reason, self.card, driver.memory_info()[0]) from None
         closing.callback(memory.close)
         words = layout.counter(PROBE_COUNTER + 2 * self.card)
         regions = Regions(layout.pinned, layout.pinned_weights, layout.abort, words)
-        access = regions.pin(driver, arena)
+        try:
+            access = regions.pin(driver, arena)
+        except CudaError as error:
+            raise MemoryError(f"{self.name}: RAM cannot be pinned: {error}") from None
         closing.callback(access.close)
         if not access.pinned.holds(arena.base + layout.pinned[0], layout.pinned[1]):
-            raise CudaError("pinning activations", access.reason)
+            raise MemoryError(f"{self.name}: activations cannot be pinned: {access.reason}")
         abort = arena.base + layout.abort
         self.access = access
         self.streams = CardStreams(driver, ordinal, access.pinned, abort, arena.base + words)
@@ -180,7 +183,10 @@ class CardLane:
             )
         with self._adopting:
             if self._operators is None:
-                self._operators = self._make_operators(_heads_of(compiled.values()))
+                try:
+                    self._operators = self._make_operators(_heads_of(compiled.values()))
+                except torch.OutOfMemoryError:
+                    raise self._full("of keys, values and activations") from None
             held = self._operators.cache.layers
             for layer, (first, last) in _heads_of(compiled.values()).items():
                 there = held.get(layer)
@@ -248,27 +254,38 @@ class CardLane:
     # -- steps
 
     def run(self) -> str | None:
-        """Work until `stop` or the abort word. Returns the error that ended it, if any."""
+        """Work until `stop` or the abort word. Returns the error that ended it, if any.
+
+        Raises CardFull where the card's memory is what was wanting.
+        """
+        full: CardFull | None = None
         try:
             self._work()
-        except torch.OutOfMemoryError:
-            free, total = self._runtime.driver.memory_info()
-            self._fail(
-                f"out of memory beside {show_nbytes(self._memory.nbytes)} of weights and ring; "
-                f"{show_nbytes(free)} of {show_nbytes(total)} are free (a smaller gpu_memory "
-                "leaves more)"
-            )
         except Exception as error:  # the lane's only report: engine and peers must be told
-            self._fail(f"{type(error).__name__}: {error}")
+            if _is_out_of_memory(error):
+                full = self._full("of a step")
+                self._fail(str(full))
+            else:
+                self._fail(f"{type(error).__name__}: {error}")
         finally:
             try:
                 self.close()
             except CudaError as error:
                 self._fail(str(error))
+        if full is not None:
+            raise full
         return self.error
 
+    def _full(self, what: str) -> CardFull:
+        free, total = self._runtime.driver.memory_info()
+        return CardFull(
+            f"{self.name}: out of memory {what} beside {show_nbytes(self._memory.nbytes)} of "
+            f"weights and ring; {show_nbytes(free)} of {show_nbytes(total)} are free",
+            self.card,
+        )
+
     def _fail(self, reason: str) -> None:
-        self.error = self.error or f"{self.name}: {reason}"
+        self.error = self.error or f"{self.name}: {reason.removeprefix(f'{self.name}: ')}"
         self._arena.view(self._layout.abort, np.int32, 1)[0] = 1
 
     def _work(self) -> None:
@@ -402,6 +419,12 @@ class CardLane:
         count = _num_rows(span.buffer, rows)
         columns = slice(span.first, span.last)
         return ours[:count, columns], theirs[:count, columns]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, CudaError) and error.is_out_of_memory
+    )
 
 
 def _begin(operators: CardOperators, rows: StepRows, write: Callable[[], None]) -> None:
