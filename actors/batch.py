@@ -165,6 +165,18 @@ class Batch:
                 sequence.fail(reason)
         self.running.clear()
 
+    def begin_anew(self, reason: str) -> None:
+        """All caches are gone: what runs goes through them again, with what it has said so far.
+
+        A request for all its logits has had some of them, and so fails.
+        """
+        again = [each for each in self.running if not (each.is_over or each.wants_logits)]
+        self.running = [each for each in self.running if each not in again]
+        self.fail_running(reason)
+        self._slots = [[] for _ in self._slots]
+        with self.changed:
+            self.waiting[:0] = again
+
     def fail_all(self, reason: str) -> None:
         with self.changed:
             sequences = [*self.waiting, *self.running]

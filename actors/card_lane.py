@@ -31,6 +31,7 @@ from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.card_activations import Activations
 from shadowlane.actors.card_compute import CardComputer
 from shadowlane.actors.card_copier import Regions
+from shadowlane.actors.card_full import CardFull
 from shadowlane.actors.card_graphs import Graph, Kind, StepGraphs, cut_segments
 from shadowlane.actors.card_program import (
     CardInstruction,
@@ -81,8 +82,8 @@ class CardLane:
     ) -> None:
         """number: among all compute lanes; card: among cards; ordinal: the driver's, here.
 
-        Raises MemoryError where the card has not what the budget promises, CudaError where its
-        streams cannot reach the arena.
+        Raises CardFull where the card has not what the budget promises, MemoryError where too
+        little can be pinned, CudaError where its streams cannot reach the arena.
         """
         self.number, self.card = number, card
         self.name = layout.lanes[number]
@@ -111,16 +112,18 @@ class CardLane:
         try:
             memory = CardMemory.allocate(driver, max(nbytes, 1))
         except CudaError as error:
-            raise MemoryError(
-                f"{self.name}: {show_nbytes(nbytes)} of its budget: {error}"
-            ) from None
+            reason = f"{self.name}: {show_nbytes(nbytes)} of its budget: {error}"
+            raise CardFull(reason, self.card, driver.memory_info()[0]) from None
         closing.callback(memory.close)
         words = layout.counter(PROBE_COUNTER + 2 * self.card)
         regions = Regions(layout.pinned, layout.pinned_weights, layout.abort, words)
-        access = regions.pin(driver, arena)
+        try:
+            access = regions.pin(driver, arena)
+        except CudaError as error:
+            raise MemoryError(f"{self.name}: RAM cannot be pinned: {error}") from None
         closing.callback(access.close)
         if not access.pinned.holds(arena.base + layout.pinned[0], layout.pinned[1]):
-            raise CudaError("pinning activations", access.reason)
+            raise MemoryError(f"{self.name}: activations cannot be pinned: {access.reason}")
         abort = arena.base + layout.abort
         self.access = access
         self.streams = CardStreams(driver, ordinal, access.pinned, abort, arena.base + words)
@@ -173,7 +176,10 @@ class CardLane:
         with self._adopting:
             is_first = self._computer is None
             if self._computer is None:
-                operators = self._make_operators(_heads_of(compiled.values()))
+                try:
+                    operators = self._make_operators(_heads_of(compiled.values()))
+                except torch.OutOfMemoryError:
+                    raise self._full("of keys, values and activations") from None
                 self._computer = CardComputer(operators, self._activations, self._memory)
             held = self._computer.operators.cache.layers
             for layer, (first, last) in _heads_of(compiled.values()).items():
@@ -202,7 +208,7 @@ class CardLane:
     ) -> None:
         """Start all kernels once, with as many rows as steps may have, while nothing waits.
 
-        Raises MemoryError where the card has not enough beside weights and ring.
+        Raises CardFull where the card has not enough beside weights and ring.
         """
         geometry = computer.operators.geometry
         tokens = geometry.pages_per_sequence * geometry.page_tokens
@@ -225,7 +231,7 @@ class CardLane:
                 work = (placement_id, programs[phase], rows, self._first_slots)
                 self._start(partial(computer.warm_up, *work))
         except torch.OutOfMemoryError:
-            raise MemoryError(f"{self.name}: {self._story_of_memory()}") from None
+            raise self._full("of a step") from None
         if not self.streams.drain(WARM_UP_S):
             raise CudaError("warming up", f"work is left after {WARM_UP_S:g} s")
 
@@ -285,30 +291,38 @@ class CardLane:
     # -- steps
 
     def run(self) -> str | None:
-        """Work until `stop` or the abort word. Returns the error that ended it, if any."""
+        """Work until `stop` or the abort word. Returns the error that ended it, if any.
+
+        Raises CardFull where the card's memory is what was wanting.
+        """
+        full: CardFull | None = None
         try:
             self._work()
-        except torch.OutOfMemoryError:
-            self._fail(self._story_of_memory())
         except Exception as error:  # the lane's only report: engine and peers must be told
-            self._fail(f"{type(error).__name__}: {error}")
+            if _is_out_of_memory(error):
+                full = self._full("of a step")
+                self._fail(str(full))
+            else:
+                self._fail(f"{type(error).__name__}: {error}")
         finally:
             try:
                 self.close()
             except CudaError as error:
                 self._fail(str(error))
+        if full is not None:
+            raise full
         return self.error
 
-    def _story_of_memory(self) -> str:
+    def _full(self, what: str) -> CardFull:
         free, total = self._runtime.driver.memory_info()
-        return (
-            f"out of memory beside {show_nbytes(self._memory.nbytes)} of weights and ring; "
-            f"{show_nbytes(free)} of {show_nbytes(total)} are free (a smaller gpu_memory "
-            "leaves more)"
+        return CardFull(
+            f"{self.name}: out of memory {what} beside {show_nbytes(self._memory.nbytes)} of "
+            f"weights and ring; {show_nbytes(free)} of {show_nbytes(total)} are free",
+            self.card,
         )
 
     def _fail(self, reason: str) -> None:
-        self.error = self.error or f"{self.name}: {reason}"
+        self.error = self.error or f"{self.name}: {reason.removeprefix(f'{self.name}: ')}"
         self._arena.view(self._layout.abort, np.int32, 1)[0] = 1
 
     def _work(self) -> None:
@@ -420,6 +434,12 @@ class CardLane:
                 self._blocks[key] = block_at(self._blueprint, block, self._memory, at)
             found.append(self._blocks[key])
         return found
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, CudaError) and error.is_out_of_memory
+    )
 
 
 def _heads_of(programs: Iterable[CardProgram]) -> dict[int, tuple[int, int]]:

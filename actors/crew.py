@@ -90,13 +90,15 @@ class Crew:
         self._settings = settings
         self._blueprint = blueprint
         self._files = files
-        self._published: dict[int, Published] = {}
-        self.newest_id = 0  # the highest id that any placement had
-        self.lane_bases = [0] * len(self.lanes)  # instructions retired before the next step
-        self.disk_base = 0  # the same of blocks read
-        self._link_bases = [0] * len(settings.cards)  # the same of blocks brought to cards
-        self._brought: tuple[int, Phase] | None = None  # placement and phase of the newest step
-        self._arriving: list[Placement] = []  # what is moved for, and not yet published
+        self._published: dict[int, Published]
+        self.newest_id: int  # the highest id that any placement had
+        self.lane_bases: list[int]  # instructions retired before the next step
+        self.disk_base: int  # the same of blocks read
+        self._link_bases: list[int]  # the same of blocks brought to cards
+        self._brought: tuple[int, Phase] | None  # placement and phase of the newest step
+        self._arriving: list[Placement]  # what is moved for, and not yet published
+        self._opened: list[Pending]  # of lanes that map an arena
+        self._forget()
         self._heat: Heat | None = None
         self.runs: dict[str, Pending] = {}
         self.cpus: list[Remote] = []  # compute lanes of processors
@@ -156,9 +158,9 @@ class Crew:
 
     def _open_lanes(self) -> list[Pending]:
         where = (self._blueprint, self._layout, self._arena.handle)
-        opened = [lane.call("open", *where) for lane in [*self.computing, *self.links]]
+        self._opened = [lane.call("open", *where) for lane in [*self.computing, *self.links]]
         self.disk_lane.call("open", *where, self._files.stamps).result()
-        return opened
+        return self._opened
 
     def run(self) -> None:
         self.runs = {lane.name: lane.call("run") for lane in self.all_lanes}
@@ -180,22 +182,7 @@ class Crew:
         Blocks in RAM stay; what the ring held is read again. The abort word must be set. Raises
         LaneDied, or what a lane raised while it opened the model.
         """
-        lost = wait_until_parked(self.runs)
-        self.runs = {}
-        for number, cores in enumerate(self._settings.cores):
-            if self.cpus[number].name in lost:
-                kill_quietly([self.cpus[number]])
-                self.cpus[number] = self._host.start_cpu(number, cores)
-        for card in range(len(self.cards)):
-            if self.cards[card].name in lost:
-                kill_quietly([self.cards[card]])
-                self.cards[card] = self._start_card(card)
-            if self.links[card].name in lost:
-                kill_quietly([self.links[card]])
-                self.links[card] = self._host.start_link(card)
-        if self.disk_lane.name in lost:
-            kill_quietly([self.disk_lane])
-            self.disk = self._start_disk()
+        self._replace_lost()
         set_abort(self._arena, self._layout, False)
         settle_counters(self._arena, self._layout, step, self.lane_bases, self._link_bases)
         self._brought = None
@@ -215,6 +202,50 @@ class Crew:
                 answer.pending.result()
         self._start_sweep(self.placement, keeps_ring=False)
         self.run()
+
+    def _replace_lost(self) -> None:
+        """Wait until every loop has ended; new processes for lanes that have none any more."""
+        lost = wait_until_parked(self.runs)
+        self.runs = {}
+        for number, cores in enumerate(self._settings.cores):
+            if self.cpus[number].name in lost:
+                kill_quietly([self.cpus[number]])
+                self.cpus[number] = self._host.start_cpu(number, cores)
+        for card in range(len(self.cards)):
+            if self.cards[card].name in lost:
+                kill_quietly([self.cards[card]])
+                self.cards[card] = self._start_card(card)
+            if self.links[card].name in lost:
+                kill_quietly([self.links[card]])
+                self.links[card] = self._host.start_link(card)
+        if self.disk_lane.name in lost:
+            kill_quietly([self.disk_lane])
+            self.disk = self._start_disk()
+
+    def begin_anew(self, settings: EngineSettings) -> None:
+        """Take everything off the lanes, which then wait for another arena. Their processes stay.
+
+        The abort word must be set. Raises LaneDied.
+        """
+        with suppress(Exception):  # one that did not get its memory is why we are here
+            for each in self._opened:
+                each.result()
+        self._replace_lost()
+        for lane in self.cards:
+            lane.call("stop").result()  # gives back what one that never ran has taken
+        self._settings = settings
+        self._forget()
+
+    def _forget(self) -> None:
+        """As before the first arena: nothing is published, and nothing has run."""
+        self._published = {}
+        self.newest_id = 0
+        self.lane_bases = [0] * len(self.lanes)
+        self.disk_base = 0
+        self._link_bases = [0] * len(self._settings.cards)
+        self._brought = None
+        self._arriving = []
+        self._opened = []
 
     def close(self) -> None:
         """Stop the lanes, those that do not answer as well."""
@@ -495,7 +526,7 @@ class Crew:
             if not held and not there.offsets.keys() >= set(wanted):
                 moves.why = f"no room on {part.lane} before old copies are dropped"
         if moves.why is not None:
-            self._undo(moves)
+            self.abandon(moves)
             return moves
         self._arriving.append(placement)
         if taken:
@@ -527,14 +558,14 @@ class Crew:
                 self._move_to_cards(moves)
                 return False
         except LaneDied:
-            self._undo(moves)
+            self.abandon(moves)
             raise
         except (ModelError, ValueError, OSError) as error:
             moves.why = str(error)
-            self._undo(moves)
+            self.abandon(moves)
         else:
             if moves.is_withdrawn:  # now that nothing writes there any more
-                self._undo(moves)
+                self.abandon(moves)
             else:
                 self._arriving.remove(moves.placement)
         return True
@@ -595,8 +626,8 @@ class Crew:
                 )
         return None
 
-    def _undo(self, moves: Moves) -> None:
-        """Give back what was taken for a placement that will not come."""
+    def abandon(self, moves: Moves) -> None:
+        """Give back what was taken for a placement that will not come, once nothing is on its way."""
         for each in moves.pending:  # nothing may be written there once it is given to others
             with suppress(Exception):  # it is not wanted, whatever became of it
                 each.result()

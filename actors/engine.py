@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from shadowlane.actors import disk_lane as disk
 from shadowlane.actors.arena import STEP_COUNTER, Arena, check_room, plan_layout
 from shadowlane.actors.batch import Batch, Step, check_prompt
 from shadowlane.actors.blueprint import Blueprint, read_blueprint
+from shadowlane.actors.card_full import CardFull, LaneFull, with_less
 from shadowlane.actors.crew import Crew
+from shadowlane.actors.cuda.driver import CudaError
 from shadowlane.actors.emulator import Emulator
 from shadowlane.actors.gauges import Gauges
 from shadowlane.actors.hosts import Host, LaneDied, LaneFailed
@@ -85,7 +88,7 @@ class Engine:
         self.blueprint = blueprint or whole
         self._trace = check_routing(self.blueprint, settings)
         self.catalog = self.blueprint.catalog  # with what is known of the use of experts
-        self.settings = settings
+        self.options, self.settings = options, settings
         self.crew = Crew(host, settings, self.blueprint, self.files)
         self.lanes = self.crew.lanes
         self.request = request_of(options, settings)
@@ -103,6 +106,8 @@ class Engine:
         self._decode_steps = 0
         self._taken = (0.0, 0.0)  # of each emulated card and of RAM, by other programs
         self._stopping = False
+        self._has_less = False  # of a card that has refused memory: that is mended once
+        self._loaded_with: tuple[Profile | None, Heat | None] = None, None
         self._unreported: Callable[[], ev.StepRetired] | None = None  # of the newest step
         self._routing: RoutingTap | None = None
         self._experts_read = 0  # bytes, while decode steps ran
@@ -145,6 +150,44 @@ class Engine:
         """
         tell = progress or (lambda stage, fraction: None)
         began = time.monotonic()
+        try:
+            self._load(profile, tell, heat)
+        except CardFull as full:
+            self._give_less(full)
+            tell("planning for less of a card", None)
+            self._load(profile, tell, heat)
+        self._loaded_with = profile, heat
+        self.load_s = time.monotonic() - began
+
+    def _give_less(self, full: CardFull) -> None:
+        """Take everything off lanes and cards, and ask for less of the one that refused memory.
+
+        Raises `full` where that has been done before, ValueError where routes are being recorded.
+        """
+        if self._has_less or self._routing is not None:
+            raise full
+        self._has_less = True
+        self.settings, note = with_less(self.settings, full)
+        request = request_of(self.options, self.settings)
+        if self.steps_retired:  # those that run have been promised as much
+            request = replace(request, context=self.placement.context_tokens)
+        self.request = request
+        self.crew.abort()
+        self.shadow.wait_for_moves()
+        self.crew.begin_anew(self.settings)
+        self.shadow.begin_anew(request)
+        self.notes.append(note)
+        self.shadow.decisions.append(note)
+        assert self.arena is not None, "a lane has had it"
+        # Lanes let go of it when they map another one, for which there may be no room before.
+        self.arena.release(0, self.arena.handle.nbytes)
+        self.arena.close()
+        self.arena = None
+        self._multiplied = [0] * len(self.lanes)
+        self._unreported, self._shares_of, self.step = None, None, 0
+
+    def _load(self, profile: Profile | None, tell: Progress, heat: Heat | None) -> None:
+        """All of `start` that is done again where a card has too little memory."""
         tell("planning", None)
         self.launch()
         self.catalog = informed(self.catalog, heat)
@@ -191,7 +234,6 @@ class Engine:
                 "the file system of the model refuses direct reads: reading through the page cache"
             )
         self.notes.extend(first.notes)
-        self.load_s = time.monotonic() - began
 
     def _open_routing(self, arena: Arena) -> None:
         """Recording and replay of routes, where they were asked for."""
@@ -484,6 +526,13 @@ class Engine:
         """
         self.crew.abort()
         reason = CLOSED if self._stopping else str(failure)
+        if isinstance(failure, LaneFull):
+            if self._has_less or self._stopping:
+                self._give_up(reason)
+            else:
+                self.batch.begin_anew(reason)
+                self._plan_for_less(failure.full)
+            return
         self.batch.fail_running(reason)
         this = (reason, self.steps_retired)
         if isinstance(failure, LaneFailed) and (
@@ -510,6 +559,18 @@ class Engine:
                 reason = str(error)
                 break
         self._give_up(reason)
+
+    def _plan_for_less(self, full: CardFull) -> None:
+        """A card had too little memory for a step: go on under a plan that takes less of it."""
+        try:
+            self._give_less(full)
+            profile, heat = self._loaded_with
+            self._load(profile, lambda stage, fraction: None, heat)
+        except (LaneDied, ModelError, ValueError, OSError, MemoryError, CudaError) as error:
+            self._give_up(str(error))
+            return
+        if self._stopping:
+            self.crew.abort()
 
     def _is_model_unchanged(self) -> bool:
         try:

@@ -158,6 +158,7 @@ class CardLaneHost:
 
     def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
         """Map the arena and take the card's memory. Raises MemoryError, CudaError."""
+        self._lane, self._is_running = None, False
         runtime = self.make_runtime()
         from shadowlane.actors.card_lane import CardLane
 

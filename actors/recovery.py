@@ -21,6 +21,7 @@ from shadowlane.actors.arena import (
     Arena,
     ArenaLayout,
 )
+from shadowlane.actors.card_full import CardFull, LaneFull
 from shadowlane.actors.hosts import LaneDied, LaneFailed, Pending
 from shadowlane.ops.atomics import wake_all
 from shadowlane.ops.errors import ModelError
@@ -60,6 +61,8 @@ def _failure_of(name: str, run: Pending, patience_s: float) -> LaneDied | None:
         return None
     except LaneDied as error:
         return error
+    except CardFull as full:
+        return LaneFull(full)
     except (ModelError, ValueError, OSError) as error:  # these say in a line what is wrong
         reason = f"{name}: {error}"
     except Exception as error:  # whatever the lane raised is the reason we pass on

@@ -122,11 +122,12 @@ class Sequence:
         """
         self.slot = slot
         self.known = list(self.prompt[:kept])
-        self.pending = list(self.prompt[kept:])
+        self.pending = [*self.prompt[kept:], *self.generated]
         self.timing.cached_tokens = kept
         self._lane_use = lane_use
         self.use_before = lane_use()
-        self.timing.started = time.monotonic()
+        if not self.generated:
+            self.timing.started = time.monotonic()
 
     def take(self, count: int) -> list[int]:
         """The next tokens of a step; they count as cached from now on."""

@@ -12,6 +12,7 @@ from collections import deque
 from shadowlane.actors.crew import Acknowledgement, Crew, Moves
 from shadowlane.actors.gauges import Gauges
 from shadowlane.actors.hosts import Host, LaneDied, Pending, Remote
+from shadowlane.actors.recovery import kill_quietly
 from shadowlane.actors.spec import EngineSettings
 from shadowlane.planner import events as ev
 from shadowlane.planner.catalog import Catalog
@@ -168,6 +169,20 @@ class ShadowLink:
             self.note(ev.PlacementRefused(moves.placement.placement_id, moves.why))
         else:
             self._waiting_for += self._crew.publish(moves.placement)
+
+    def begin_anew(self, request: Request) -> None:
+        """With another planner, which knows of nothing that was: all lanes have been emptied."""
+        kill_quietly([self.planner])
+        self.planner, self.thinking = None, None
+        self._request = request
+        self._commands.clear()
+        self._to_move.clear()
+        self._events, self._moves, self._waiting_for = [], None, []
+
+    def wait_for_moves(self) -> None:
+        """Nothing is on its way any more when this returns; the abort word ends it."""
+        if self._moves is not None:
+            self._crew.abandon(self._moves)
 
     def lanes_restarted(self) -> None:
         """Lanes hold all published placements again, so none is waited for."""

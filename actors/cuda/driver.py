@@ -19,7 +19,11 @@ LAZY_PEER_ACCESS = 1  # the only flag that opening shared memory takes
 GREATER_OR_EQUAL = 0  # cyclic: int32(*address - value) >= 0
 IPC_HANDLE_NBYTES = 64
 NAME_NBYTES = 256
-OUT_OF_MEMORY = ("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY")
+OUT_OF_MEMORY = (  # the last by torch, in a thread that gives work to a stream
+    "cudaErrorMemoryAllocation",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "OutOfMemoryError",
+)
 
 
 class Direction(IntEnum):

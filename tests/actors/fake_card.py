@@ -30,6 +30,8 @@ class FakeRuntime:
         self.device = torch.device("cpu")
 
     def launch(self, stream: int, work: Callable[[], None]) -> None:
+        self.driver.refuse_launch()
+
         def kernel() -> None:
             with torch.inference_mode():
                 try:
@@ -50,6 +52,15 @@ class FakeDriver(RecordingDriver):
     def __init__(self, **abilities: Any) -> None:
         super().__init__(**{"card_nbytes": CARD_NBYTES, **abilities})
         self.failed: list[BaseException] = []
+        self.refused_after: list[int] = []  # launches after which one more finds no memory
+        self.num_launched = 0
+
+    def refuse_launch(self) -> None:
+        """As torch does where its kernels need more memory than there is."""
+        self.num_launched += 1
+        if self.refused_after and self.num_launched > self.refused_after[0]:
+            del self.refused_after[0]
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 class FakeCardHost(CardLaneHost):

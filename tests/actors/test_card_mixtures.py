@@ -202,19 +202,18 @@ def test_decode_steps_are_replayed_in_pieces(
 ) -> None:
     """Waits and writes between graphs; the same tokens where a driver captures nothing."""
     model = tiny_model(MANY)
-    with fake_cards(monkeypatch) as (driver,):
-        with on_cards(model, drawn(2, 1)) as engine:
-            tokens = engine.generate(PROMPT, 12)
-            lane = lane_of(engine)
-            (kind,) = lane._graphs._graphs  # type: ignore[union-attr]
-            assert (kind.num_decode, kind.num_logits) == (1, 1)
-            num_graphs = len(lane._graphs.of(kind))  # type: ignore[union-attr]
-            before = len(driver.calls)
-            assert engine.generate(PROMPT, 12) == tokens
-            names = [name for name, _ in driver.calls[before:]]
-            assert names.count("launch_graph") >= 11 * num_graphs > 0
-            assert "begin_capture" not in names, "once is enough"
-            assert "allocate" not in names
+    with fake_cards(monkeypatch) as (driver,), on_cards(model, drawn(2, 1)) as engine:
+        tokens = engine.generate(PROMPT, 12)
+        lane = lane_of(engine)
+        (kind,) = lane._graphs._graphs  # type: ignore[union-attr]
+        assert (kind.num_decode, kind.num_logits) == (1, 1)
+        num_graphs = len(lane._graphs.of(kind))  # type: ignore[union-attr]
+        before = len(driver.calls)
+        assert engine.generate(PROMPT, 12) == tokens
+        names = [name for name, _ in driver.calls[before:]]
+        assert names.count("launch_graph") >= 11 * num_graphs > 0
+        assert "begin_capture" not in names, "once is enough"
+        assert "allocate" not in names
     with fake_cards(monkeypatch, failures={"end_capture": "cudaErrorStreamCaptureInvalidated"}):
         with on_cards(model, drawn(2, 1)) as engine:
             assert engine.generate(PROMPT, 12) == tokens
