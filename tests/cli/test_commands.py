@@ -78,6 +78,7 @@ def test_every_option_reaches_the_engine(
         *("--repeat-penalty", 1.1, "--seed", 7, "--stop", "a b", "--stop", "c"),
         *("--hardware", LAPTOP, "--slowed", 9, "--emulate-seed", 4, "--n-cpu-moe", 3),
         *("--disturb", "40:cpu=0.4", "--disturb", "80:"),
+        *("--pin", "down=cpu", "--pin", "^0\\.=gpu:0"),
     )
     assert result.exit_code == 0, result.output
     assert engine.arguments == {
@@ -92,6 +93,7 @@ def test_every_option_reaches_the_engine(
         "expand": False,
         "prefetch": False,
         "trace_routing": None,
+        "pins": ("down=cpu", "^0\\.=gpu:0"),
         "hardware": LAPTOP,
         "gpu_memory": "0",
         "strategy": None,

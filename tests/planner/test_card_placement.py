@@ -470,8 +470,8 @@ def test_budgets_pins_and_shares_that_do_not_suit_are_refused() -> None:
     request = Request(ram=PLENTY, lanes=lanes(1))
     with pytest.raises(ValueError, match="budgets must name gpu:0; got gpu:1"):
         place_on_cards(LLAMA, plan, request, ONE, budgets={"gpu:1": 0})
-    with pytest.raises(ValueError, match="pins must be empty"):
-        place_on_cards(LLAMA, plan, replace(request, pins={"0.*": "ram"}), ONE)
+    with pytest.raises(ValueError, match="pin 'down' must name a card in use"):
+        place_on_cards(LLAMA, plan, replace(request, pins={"down": "gpu:1"}), ONE)
     with pytest.raises(ValueError, match="must be shared by 2 cards"):
         place_on_cards(LLAMA, plan, Request(ram=PLENTY, lanes=lanes(2)), TWO)
 
