@@ -91,7 +91,12 @@ def spec_of(path: Path, asked: EngineArguments) -> ServiceSpec:
     )
     layout, layers = strategy_of(asked.strategy, asked.gpu_layers, asked.cpu_moe, asked.n_cpu_moe)
     if not cards and emulated is None and layout != "auto":
-        raise ValueError("strategy needs hardware: without cards there is nothing to place on them")
+        named = "strategy"
+        if asked.gpu_layers is not None:
+            named = "gpu_layers"
+        elif layout == "cpu-moe" and asked.strategy is None:
+            named = "cpu_moe" if asked.cpu_moe else "n_cpu_moe"
+        raise ValueError(f"{named} needs hardware: without cards there is nothing to place on them")
     threads = (
         None if asked.cpu_threads is None else whole_number("cpu_threads", asked.cpu_threads, 1)
     )

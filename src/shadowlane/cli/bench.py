@@ -200,6 +200,8 @@ def bench(
     ratios alone are shown.
     """
     if compare is not None:
+        if compare.startswith("-"):  # an option that was taken for the value
+            raise ValueError(f"compare must be all, or names of layouts; got {compare}")
         if hardware is None:
             raise ValueError("compare needs --hardware, the machine to compare on")
         _refuse(context, ONLY_HERE, "be left out with --compare, which runs nothing on this one")
@@ -225,9 +227,13 @@ def bench(
     _refuse(context, ONLY_COMPARED, "stand with --compare all, say")
     if hardware is not None:
         if prompt_tokens and _is_typed(context, "prompt_tokens"):
-            raise ValueError("-pp must be 0 with --hardware: of prompts emulation says too little")
+            raise ValueError(
+                "-pp must be left out with --hardware: of prompts emulation says too little"
+            )
         prompt_tokens = 0
     engine = options.EngineOptions.of(locals())
+    if engine.is_emulated:
+        options.refuse_shape(model, "to run")
     if prompt_tokens == 0 and decode_tokens == 0:
         raise ValueError("one of -pp and -tg must be above 0; got 0 and 0")
     # The token after a prompt needs a place too; "tg" starts from a prompt of one token.

@@ -441,6 +441,17 @@ class EngineOptions:
         return LLM(path, **self.given, **more, progress=progress)
 
 
+def refuse_shape(model: str, when: str) -> None:
+    """Raise ValueError for a model of which nothing but its shape is known, where it shall run."""
+    from shadowlane.shapes import known_shapes
+
+    if not Path(model).exists() and model in known_shapes():
+        raise ValueError(
+            f"MODEL must be one that is here {when}; {model} is known by its shape alone, for "
+            "plan --hardware and bench --compare"
+        )
+
+
 def sampling_params(max_tokens: int, stop: list[str] | None, **given: Any) -> SamplingParams:
     """Sampling parameters with the library's default for whatever was not given."""
     from shadowlane import SamplingParams
