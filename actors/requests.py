@@ -33,4 +33,5 @@ def request_of(options: Options, settings: EngineSettings) -> Request:
         strategy=settings.strategy,
         strategy_layers=settings.strategy_layers,
         replan=settings.replan,
+        pins=dict(settings.pins),
     )

@@ -19,6 +19,7 @@ from shadowlane.planner.draft import Draft, up
 from shadowlane.planner.hit_rate import missing_nbytes
 from shadowlane.planner.hybrid import Plan, vram_room
 from shadowlane.planner.hybrid_layouts import Question
+from shadowlane.planner.pins import catalog_homes
 from shadowlane.planner.placement import (
     MIN_SLOTS,
     PAGE_NBYTES,
@@ -60,7 +61,9 @@ def place_on_cards(
     tokens = min(request.context or question.work.max_context, catalog.max_context)
     kv_pages = -(-tokens // catalog.page_tokens) * request.max_batch
     kv_nbytes = kv_pages * catalog.page_nbytes
-    draft = Draft(catalog, plan, question, cards, _budgets(cards, question, budgets), kv_nbytes)
+    homes = catalog_homes(catalog, request.pins, len(cards))
+    rooms = _budgets(cards, question, budgets)
+    draft = Draft(catalog, plan, question, cards, rooms, kv_nbytes, homes)
     draft.fit_cards()
 
     fixed = _fixed_nbytes(draft, kv_nbytes)
@@ -132,8 +135,6 @@ def _card_lanes(request: Request, question: Question) -> list[str]:
             f"{question.machine.name} in order ({', '.join(expected) or 'none'}); "
             f"got {', '.join(names)}"
         )
-    if request.pins:
-        raise ValueError(f"pins must be empty for a plan over cards; got {dict(request.pins)}")
     return cards
 
 
@@ -190,7 +191,7 @@ def _fit_ram(draft: Draft, request: Request, fixed: Mapping[str, int]) -> int:
         for own, cuts in zip(draft.sections, draft.cuts, strict=True):
             own.ram = cuts.last
         weights = _off_cards_nbytes(draft)
-        if weights > room:
+        if weights > room or "disk" in draft.homes.values():
             parts = {"weights": weights} if weights < ring else {f"{slots} slots": ring}
             raise InfeasiblePlan("the plan does not fit", {**fixed, **parts}, request.ram)
         return 0
@@ -219,6 +220,9 @@ def _leave_on_disk(draft: Draft, scale: float) -> None:
     carry = Carry()
     for index, (group, cuts, own) in enumerate(draft.groups()):
         if group.blocks and group.kind != "embed":
+            if draft.homes.get(group.name) == "cpu":
+                own.ram = cuts.last
+                continue
             on_cards = cuts.nbytes[own.on_cards]
             on_disk = draft.wanted_on_disk(index) * cuts.total
             kept = scale * max(0.0, cuts.total - on_cards - on_disk)
@@ -258,6 +262,9 @@ def _keep_embedding(draft: Draft, resident: list[bool], room: int) -> int:
     """
     catalog = draft.catalog
     kinds = {group.kind: group for group in catalog.groups}
+    home = draft.homes.get(kinds["embed"].name) if "embed" in kinds else None
+    if home == "disk":
+        return 0
     blocks = kinds["embed"].blocks if "embed" in kinds else ()
     if not blocks:
         head = kinds["lm_head"].blocks
@@ -270,6 +277,8 @@ def _keep_embedding(draft: Draft, resident: list[bool], room: int) -> int:
             kept += nbytes
         else:
             missing += nbytes
+    if missing and home == "cpu":
+        raise InfeasiblePlan("the pins do not fit", {"embedding": kept + missing}, max(0, room))
     if missing:
         draft.notes.append(f"{show_nbytes(missing)} of embedding rows are gathered from disk")
     return kept

@@ -18,7 +18,7 @@ from shadowlane.planner.context import DEFAULT_CONTEXT
 from shadowlane.planner.hand_placement import plan_by_hand
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import Model, Plan, Prompts, Work, known_hits, model_of
-from shadowlane.planner.hybrid_layouts import Question
+from shadowlane.planner.hybrid_layouts import Question, TooLarge
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import (
     Arrived,
@@ -33,6 +33,7 @@ from shadowlane.planner.hybrid_shadow import (
     WorkChanged,
 )
 from shadowlane.planner.lifecycle import Placements, Record
+from shadowlane.planner.pins import catalog_homes, check_pins_fit, pinned
 from shadowlane.planner.placement import InfeasiblePlan, Placement, Request, show_nbytes
 from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.stages import first_stage
@@ -72,6 +73,7 @@ class CardPlanner:
         self._shadow: HybridShadow | None = None
         self._expected: dict[int, _Expected] = {}
         self._after: Placement | None = None  # what a first stage makes room for
+        self._left = MemoryTaken(0.0)  # as the shadow has it
 
     # -- what may be asked
 
@@ -209,7 +211,13 @@ class CardPlanner:
         if self._shadow is None:
             return []
         taken = MemoryTaken(event.vram_taken_nbytes, event.ram_taken_nbytes)
-        return self._obey(self._shadow.handle(taken))
+        try:
+            commands = self._shadow.handle(taken)
+        except TooLarge as error:  # a shadow that knew would find nothing in any later thought
+            self._shadow.handle(self._left)
+            return [ev.Note(f"memory that is left holds no plan: {error}; the plan stays as it is")]
+        self._left = taken
+        return self._obey(commands)
 
     def _refused(self, event: ev.PlacementRefused) -> list[ev.Command]:
         if self.placements.record(event.placement_id) is None:
@@ -281,7 +289,10 @@ def first_over_cards(catalog: Catalog, request: Request) -> Placement:
 def question_over_cards(catalog: Catalog, request: Request) -> Question:
     """For decode, and a part of a chunk of a prompt for every token of an answer."""
     assert request.machine is not None, "cards are planned for on a machine that is described"
-    model = model_of(catalog, catalog.model, is_ours=True)
+    model = pinned(
+        model_of(catalog, catalog.model, is_ours=True),
+        catalog_homes(catalog, request.pins, len(request.cards)),
+    )
     context = min(request.context or DEFAULT_CONTEXT, model.max_context)
     work = Work(
         sequences=request.max_batch,
@@ -292,6 +303,7 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
     rows = min(catalog.subchunk_rows, context)
     prompt = Work("prefill", rows=rows, context=rows, max_context=context)
     machine = within_budgets(request.machine, request)
+    check_pins_fit(model, work, machine)
     hits = known_hits(catalog, model)
     prompts = Prompts(prompt, PROMPT_TOKENS / rows)
     return Question(model, machine, work, hit_rate=hits, prompts=prompts)

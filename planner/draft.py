@@ -5,7 +5,7 @@ RAM comes after it: `card_placement.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -37,9 +37,14 @@ class Draft:
         cards: Sequence[str],
         budgets: Sequence[int],
         kv_nbytes: int,
+        homes: Mapping[str, str],
     ) -> None:
-        """cards: their lanes. budgets: bytes of each. kv_nbytes: of all layers together."""
+        """cards: their lanes. budgets: bytes of each. kv_nbytes: of all layers together.
+
+        homes: of groups that the user pinned.
+        """
         self.catalog = catalog
+        self.homes = homes
         self.cards = cards
         self.budgets = budgets
         self.notes: list[str] = []
@@ -151,7 +156,10 @@ class Draft:
         ]
 
     def fit_cards(self) -> None:
-        """Take from the end of the model what a card has no room for; before all else experts."""
+        """Take from the end of the model what a card has no room for; before all else experts.
+
+        Raises ValueError where pins leave nothing to take.
+        """
         taken = [0] * len(self.cards)
         while True:
             slots = self._slots()
@@ -164,8 +172,13 @@ class Draft:
                     coldest = self._with_most_experts(card)
                     if coldest is not None:
                         index = coldest
+                    if index < 0:
+                        raise ValueError(
+                            f"pins must fit {self.cards[card]}: weights {show_nbytes(weights)} + "
+                            f"keys and values {show_nbytes(up(kv))}; it has {show_nbytes(room)}"
+                        )
                     own = self.sections[index]
-                    if own.ends[card] == own.start(card):
+                    if own.ends[card] == own.start(card) or self._is_on_its_card(index):
                         index -= 1
                         continue
                     before, kv_before = self._held_of(index, card)
@@ -190,10 +203,13 @@ class Draft:
         counts = [
             (own.ends[card] - own.start(card), index)
             for index, (group, _, own) in enumerate(self.groups())
-            if group.kind == "experts"
+            if group.kind == "experts" and not self._is_on_its_card(index)
         ]
         most, index = max(counts, default=(0, 0))
         return index if most else None
+
+    def _is_on_its_card(self, index: int) -> bool:
+        return self.homes.get(self.catalog.groups[index].name, "").startswith("gpu:")
 
     def experts(self) -> list[tuple[tuple[int, ...], ...]]:
         """The routed experts on each card, by layer; cards that share a layer are hit alike."""

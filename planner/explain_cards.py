@@ -9,6 +9,7 @@ from shadowlane.planner.card_planner import question_over_cards
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.explain import busy_percent, ram_parts
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
+from shadowlane.planner.pins import catalog_homes
 from shadowlane.planner.placement import Placement, Request
 from shadowlane.planner.plan_of import plan_of
 
@@ -16,6 +17,7 @@ from shadowlane.planner.plan_of import plan_of
 def card_report(catalog: Catalog, placement: Placement, request: Request) -> dict[str, Any]:
     """As `plan_report`. All seconds are of the machine that the request describes: emulated."""
     question = question_over_cards(catalog, request)
+    homes = catalog_homes(catalog, request.pins, len(request.cards))
     plan = plan_of(catalog, placement, question.model)
     decode = question.times(plan)
     prompts = question.prompts
@@ -68,7 +70,9 @@ def card_report(catalog: Catalog, placement: Placement, request: Request) -> dic
             "critical_path_bound_s": least.path_s,
         },
         "copies": "",
-        "groups": [_row(catalog, placement, group) for group in catalog.groups],
+        "groups": [
+            _row(catalog, placement, group, group.name in homes) for group in catalog.groups
+        ],
         "notes": list(placement.notes),
     }
 
@@ -96,7 +100,7 @@ def _nbytes(catalog: Catalog, blocks: tuple[int, ...] | list[int]) -> int:
     return sum(catalog.blocks[index].held_nbytes for index in blocks)
 
 
-def _row(catalog: Catalog, placement: Placement, group: Group) -> dict[str, Any]:
+def _row(catalog: Catalog, placement: Placement, group: Group, is_pinned: bool) -> dict[str, Any]:
     held = _nbytes(catalog, group.blocks)
     kept = _nbytes(catalog, [index for index in group.blocks if placement.resident[index]])
     parts: dict[str, int] = {}
@@ -126,7 +130,7 @@ def _row(catalog: Catalog, placement: Placement, group: Group) -> dict[str, Any]
             for share in placement.shares[group.name]
         },
         "units": group.units,
-        "why": _why(group, held, kept, sum(parts.values()), brought),
+        "why": _why(group, held, kept, sum(parts.values()), brought) + ", pinned" * is_pinned,
     }
 
 

@@ -70,11 +70,9 @@ def plan_by_hand(question: Question, strategy: str, layers: int | None = None) -
     elif strategy in OF_ONE:
         raise ValueError(f"{strategy} takes no number of layers; got {layers}")
     else:
-        most = num_layers(question.model)
-        if strategy == "cpu-moe":  # more than there are: all, as llama.cpp has it
-            layers = min(layers, most)
-        if not 0 <= layers <= most:
-            raise ValueError(f"layers must be from 0 to {most}; got {layers}")
+        if layers < 0:
+            raise ValueError(f"layers must be at least 0; got {layers}")
+        layers = min(layers, num_layers(question.model))  # more: all, as llama.cpp has it
         plan = OF_LAYERS[strategy](question, layers)
     if plan is None:
         setting = "" if layers is None else f" {layers}"

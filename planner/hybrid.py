@@ -43,7 +43,15 @@ class Load:
     top_k: int = 0
     # how our own lanes do it, see `model_of`
     stays: bool = False  # the processor computes it, and no card
+    home: str | None = None  # where the user pinned it: "gpu:<n>", "cpu", "disk"; see `pins.py`
     is_joined: bool = False  # the processor adds up what all sides give; nothing of it is brought
+
+    @property
+    def card(self) -> int | None:
+        """The card it is pinned to."""
+        if self.home is None or not self.home.startswith("gpu:"):
+            return None
+        return int(self.home.removeprefix("gpu:"))
 
     def attended(self, context: int) -> int:
         """Of so many tokens, those whose keys and values attention reads, and needs to keep."""
@@ -67,6 +75,7 @@ class Model:
     alike: tuple[int, ...] = field(init=False, repr=False, compare=False)
     layers: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
     wholes: tuple[float, ...] = field(init=False, repr=False, compare=False)  # `whole_nbytes`
+    has_pins: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         numbers: dict[Load, int] = {}
@@ -81,6 +90,7 @@ class Model:
         ]
         object.__setattr__(self, "alike", tuple(alike))
         object.__setattr__(self, "wholes", tuple(load.whole_nbytes for load in self.loads))
+        object.__setattr__(self, "has_pins", any(load.home is not None for load in self.loads))
         object.__setattr__(
             self, "layers", tuple(zip(starts, [*starts[1:], len(self.loads)], strict=True))
         )

@@ -126,7 +126,7 @@ def shrunk(question: Question, spread: Spread, *, brings: bool = True) -> Spread
     left = beside_stages(question, spread) if brings else free_nbytes(question, spread)
     for index in range(len(vram) - 1, -1, -1):
         load = loads[index]
-        if not vram[index] or load.kind == "attn" or load.experts:
+        if not vram[index] or load.kind == "attn" or load.experts or load.home is not None:
             continue
         short = max(
             (-have / part for have, part in zip(left, spread.over[index], strict=True) if part),
@@ -145,7 +145,11 @@ def _without_experts(question: Question, spread: Spread, brings: bool) -> list[f
     """What is on cards of each load when experts have made what room they can."""
     loads, wholes = question.model.loads, question.model.wholes
     left = beside_stages(question, spread) if brings else free_nbytes(question, spread)
-    routed = [index for index, load in enumerate(loads) if load.experts and spread.vram[index]]
+    routed = [
+        index
+        for index, load in enumerate(loads)
+        if load.experts and spread.vram[index] and load.home is None
+    ]
     vram = list(spread.vram)
     given = 0.0
     for card, have in enumerate(left):
@@ -171,8 +175,8 @@ def refine(question: Question, best: Answer, tries: int, using: Collection[str])
     """
     random = Random(0)
     loads = question.model.loads
-    movable = [i for i, load in enumerate(loads) if load.kind != "attn" and not load.experts]
-    bringable = [i for i, load in enumerate(loads) if load.kind != "attn"]
+    bringable = [i for i, load in enumerate(loads) if load.kind != "attn" and load.home is None]
+    movable = [i for i in bringable if loads[i].nbytes and not loads[i].experts]
     may_bring, may_split = "bring" in using, "split" in using
     if not movable:
         return best

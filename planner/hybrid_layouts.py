@@ -101,8 +101,15 @@ class Spread:
 
     @staticmethod
     def nowhere(model: Model, cards: int) -> Spread:
-        over = tuple(float(card == 0) for card in range(max(1, cards)))
-        return Spread([0.0] * len(model.loads), [over] * len(model.loads))
+        """But for what is pinned to a card."""
+        overs = [
+            tuple(float(card == one) for card in range(max(1, cards)))
+            for one in range(max(1, cards))
+        ]
+        return Spread(
+            [float(load.card is not None) for load in model.loads],
+            [overs[load.card or 0] for load in model.loads],
+        )
 
 
 def best_of(question: Question, plans: Iterable[Plan | None], best: Answer | None = None) -> Answer:
@@ -127,19 +134,27 @@ def settle(
     """A plan with these parts on cards; RAM holds what it can of the rest. None: too large.
 
     What every token reads comes before experts; of what does not fit, all groups leave the same
-    part on disk, so that the disk reads steadily.
+    part on disk, so that the disk reads steadily. What is pinned is at home,
+    whatever `spread` says.
     """
     model, work = question.model, question.work
+    if model.has_pins:
+        spread, brought = _at_home(question, spread, brought)
     room = ram_room(question.machine, question.state) - model.fixed_ram_nbytes
     dense = experts = 0.0
+    reads = False
     kvs = all_kv_nbytes(model, work)
     for load, whole, kv, vram in zip(model.loads, model.wholes, kvs, spread.vram, strict=True):
         if load.experts:
             experts += whole * (1.0 - vram)
+        elif load.home == "disk":
+            reads = True
+        elif load.home == "cpu":
+            room -= whole + kv
         else:
             dense += whole * (1.0 - vram)
             room -= kv * (1.0 - vram)
-    if room < dense + experts:
+    if reads or room < dense + experts:
         room -= DISK_RING_NBYTES
     if room < 0:
         return None
@@ -157,7 +172,7 @@ def settle(
             vram = 0.0
         if load.stays or load.is_joined:
             in_decode = in_prefill = 0.0
-        kept = experts_kept if load.experts else dense_kept
+        kept = experts_kept if load.experts else _KEPT.get(load.home, dense_kept)
         key = (vram, kept, in_decode, over, in_prefill)
         if key not in known:
             is_off = vram < 1.0
@@ -170,6 +185,29 @@ def settle(
             )
         sites.append(known[key])
     return Plan(name, tuple(sites))
+
+
+_KEPT: Mapping[str | None, float] = {"cpu": 1.0, "disk": 0.0}  # of what is pinned, in RAM
+
+
+def _at_home(
+    question: Question, spread: Spread, brought: Brought | None
+) -> tuple[Spread, Brought | None]:
+    """What is pinned is there and nowhere else; what is pinned to the disk may be brought."""
+    loads = question.model.loads
+    pinned = Spread.nowhere(question.model, len(question.machine.cards))
+    here = [load.home is not None for load in loads]
+    spread = Spread(
+        [a if at else b for a, b, at in zip(pinned.vram, spread.vram, here, strict=True)],
+        [a if at else b for a, b, at in zip(pinned.over, spread.over, here, strict=True)],
+    )
+    if brought is None:
+        return spread, None
+    still = [load.home not in (None, "disk") for load in loads]
+    return spread, {
+        phase: [0.0 if at else part for part, at in zip(parts, still, strict=True)]
+        for phase, parts in brought.items()
+    }
 
 
 def brought_of(plan: Plan) -> dict[Phase, list[float]]:
@@ -216,7 +254,7 @@ def pack(
     kvs = all_kv_nbytes(model, work)
     for index in order:
         load = model.loads[index]
-        if load.stays:
+        if load.stays or load.home is not None:
             continue
         if load.experts and by_one:
             left.append(index)
@@ -327,7 +365,10 @@ def _whole(
     limit = [1.0] * len(question.model.loads)
     spread = pack(question, wanted, limit, across=across)
     loads = question.model.loads
-    if any(spread.vram[index] < 1.0 and not loads[index].stays for index in wanted):
+    if any(
+        spread.vram[index] < 1.0 and not loads[index].stays and loads[index].home is None
+        for index in wanted
+    ):
         return None
     return _fitting(question, settle(question, name, spread))
 

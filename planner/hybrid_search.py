@@ -120,7 +120,7 @@ def knapsack(question: Question) -> Plan | None:
     Maximises what the card saves over the processor, less a crossing wherever neighbours differ.
     """
     model, work, machine = question.model, question.work, question.machine
-    if len(machine.cards) != 1 or any(load.experts for load in model.loads):
+    if len(machine.cards) != 1 or any(load.experts for load in model.loads) or model.has_pins:
         return None
     step = free_nbytes(question, Spread.nowhere(model, 1))[0] / KNAPSACK_STEPS
     if step <= 0:

@@ -5,6 +5,7 @@ Plain data. The search for a good one is in `search.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
@@ -15,9 +16,7 @@ from shadowlane.planner.profile import Phase
 DISK_LANE = "disk:0"
 MIN_SLOTS = 4  # two being read, two being consumed (a gate and an up block)
 PAGE_NBYTES = 4096
-
-# Tiers that a pin may name.
-Tier = Literal["disk", "ram"]
+HOMES = re.compile(r"gpu:\d+|cpu|disk")  # that a pin may name
 
 # Copies of packed weights in the compute type, which prefill reads in place of expanding them:
 # none; in RAM that is left over, if prompts gain enough; as many as fit, whatever they gain.
@@ -48,7 +47,7 @@ class Request:
     context: int | None = None  # tokens of each sequence; None: a default that may shrink
     max_batch: int = 1  # sequences that may run at the same time
     num_slots: int | None = None
-    pins: Mapping[str, Tier] = field(default_factory=dict)  # pattern of group names -> tier
+    pins: Mapping[str, str] = field(default_factory=dict)  # pattern of group names -> home
     expand: Expand = "never"
     subchunks: int | None = None  # most sub-chunks of a prompt that one step carries; None: chosen
     machine: Hardware | None = None  # with cards: all that is known of its speed
@@ -73,9 +72,9 @@ class Request:
             raise ValueError(f"num_slots must be at least {MIN_SLOTS}; got {self.num_slots}")
         if self.subchunks is not None and self.subchunks < 1:
             raise ValueError(f"subchunks must be at least 1; got {self.subchunks}")
-        for pattern, tier in self.pins.items():
-            if tier not in ("disk", "ram"):
-                raise ValueError(f"pin {pattern!r} must name disk or ram; got {tier!r}")
+        for pattern, home in self.pins.items():
+            if not HOMES.fullmatch(home):
+                raise ValueError(f"pin {pattern!r} must name gpu:<n>, cpu or disk; got {home!r}")
         if self.expand not in get_args(Expand):
             raise ValueError(
                 f"expand must be one of {', '.join(get_args(Expand))}; got {self.expand!r}"

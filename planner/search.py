@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 from shadowlane.planner.catalog import Catalog, Experts
 from shadowlane.planner.chunks import choose_chunk, with_beside
@@ -16,6 +15,7 @@ from shadowlane.planner.context import choose_context
 from shadowlane.planner.cost import CostModel, CostTable
 from shadowlane.planner.expanded import with_copies
 from shadowlane.planner.hit_rate import missing_nbytes
+from shadowlane.planner.pins import catalog_homes, matching
 from shadowlane.planner.placement import (
     MIN_SLOTS,
     InfeasiblePlan,
@@ -23,7 +23,6 @@ from shadowlane.planner.placement import (
     Placement,
     Request,
     Share,
-    Tier,
     show_nbytes,
     whole_pages,
 )
@@ -201,27 +200,24 @@ def least_slots(experts: Experts) -> int:
     return min(experts.total, experts.top_k + SPARE_EXPERTS)
 
 
-def _sort_blocks(catalog: Catalog, pins: Mapping[str, Tier]) -> _Weights:
-    tier_of: dict[str, Tier] = {}
-    for pattern, tier in pins.items():
-        matched = [group for group in catalog.groups if fnmatchcase(group.name, pattern)]
-        routed = next((group.name for group in matched if group.kind == "experts"), None)
+def _sort_blocks(catalog: Catalog, pins: Mapping[str, str]) -> _Weights:
+    groups = [(group.name, group.kind) for group in catalog.groups]
+    for pattern in pins:
+        routed = next((name for name, kind in matching(groups, pattern) if kind == "experts"), None)
         if routed is not None:
             raise ValueError(
                 f"pin {pattern!r} must not match routed experts, which share RAM by use and cannot "
                 f"be pinned; it matches {routed}"
             )
-        if not any(group.blocks for group in matched):
-            raise ValueError(f"pin {pattern!r} must match a group with weights; it matches none")
-        tier_of.update((group.name, tier) for group in matched)
+    homes = catalog_homes(catalog, pins, cards=0)
     pinned: list[int] = []
     free: list[int] = []
     forced: list[int] = []
     gathered: list[int] = []
     for group in catalog.groups:
         for index in group.blocks:
-            wish = tier_of.get(group.name)
-            if wish == "ram":
+            wish = homes.get(group.name)
+            if wish == "cpu":
                 pinned.append(index)
             elif group.kind == "embed":
                 if wish is None:
@@ -232,11 +228,6 @@ def _sort_blocks(catalog: Catalog, pins: Mapping[str, Tier]) -> _Weights:
                 pinned.append(index)
             else:
                 free.append(index)
-    if catalog.experts is not None and forced:
-        names = sorted({catalog.blocks[index].group for index in forced})
-        raise ValueError(
-            f"the dense parts of a mixture stay in RAM; got a pin of {names[0]} to disk"
-        )
     return _Weights(tuple(pinned), tuple(free), tuple(forced), tuple(gathered))
 
 

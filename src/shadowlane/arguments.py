@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -67,6 +68,41 @@ def lane_shares(value: Any, num_lanes: int) -> tuple[float, ...]:
             f"and not all 0; got {shown(value if given is None else given)}"
         )
     return tuple(float(part) for part in given)
+
+
+def named_pins(value: Any) -> tuple[tuple[str, str], ...]:
+    """(pattern of groups, home) of a mapping, or of texts such as "experts=cpu".
+
+    Raises ValueError for what is neither, and for one pattern with two homes.
+    """
+    from shadowlane.planner.placement import HOMES
+
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        given = list(value)
+        if not all(isinstance(each, str) for each in given):
+            raise ValueError(f"pins must be texts such as experts=cpu; got {shown(given)}")
+        pairs = [tuple(each.rpartition("=")[::2]) for each in given]
+    else:
+        raise ValueError(f"pins must be a mapping or a list of texts; got {shown(value)}")
+    found: dict[str, str] = {}
+    for pattern, home in pairs:
+        if not isinstance(pattern, str) or not isinstance(home, str) or not pattern:
+            text = f"{pattern}={home}" if pattern else home
+            raise ValueError(f"pins must be REGEX=HOME, such as experts=cpu; got {shown(text)}")
+        home = home.strip()
+        if not HOMES.fullmatch(home):
+            raise ValueError(f"pins must name gpu:0, gpu:1, ..., cpu or disk; got {home!r}")
+        if found.setdefault(pattern, home) != home:
+            raise ValueError(f"pins must agree: {pattern!r} is on {found[pattern]} and on {home}")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"pins must be regular expressions; got {pattern!r}: {error}"
+            ) from None
+    return tuple(found.items())
 
 
 def check_model(model: Any) -> str:

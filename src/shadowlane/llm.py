@@ -13,32 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shadowlane.arguments import (
-    DTYPES,
-    KV_NAMES,
-    MAX_SPIN_US,
     PACK_NAMES,
     check_model,
     check_progress,
     check_routing,
-    lane_shares,
     one_of,
     switch,
     whole_number,
 )
-from shadowlane.emulate import emulated_machine, strategy_of
+from shadowlane.engine_arguments import EngineArguments, spec_of
 from shadowlane.models import resolve_model
 from shadowlane.ops.sampling import SamplingParams
 from shadowlane.prompts import as_ids, as_messages, as_prompt, as_prompts, checked_params
-from shadowlane.sizes import free_ram, parse_size
 
 if TYPE_CHECKING:
     import numpy as np
 
     from shadowlane.actors.cluster import Cluster
-    from shadowlane.actors.spec import CardSettings, Chunk, DataType, Emulated, KvType, ServiceSpec
+    from shadowlane.actors.spec import Chunk, DataType, KvType, ServiceSpec
     from shadowlane.ops.pack import PackLayout
-    from shadowlane.planner.hardware import Hardware as PlannerHardware
-    from shadowlane.planner.placement import Expand
 
 Progress = Callable[[str, float | None], None]
 Message = Mapping[str, str]
@@ -78,6 +71,9 @@ class LLM:
     replay_routing makes routers choose what such a file says (what is written then means nothing),
     expert_policy ("lru/layer", ...) keeps a mixture's experts by one policy.
 
+    pins: where groups are to live, {"experts": "cpu", r"^0\\.": "gpu:0"} or ["experts=cpu", ...]: a
+    regular expression that is looked for in their names, and gpu:<n>, cpu (RAM) or disk.
+
     hardware: a file that describes a machine with cards, which is then emulated: lanes give the
     same tokens and take its time, `slowed` times slower (None: as slow as they must be). gpu_memory
     of each card: "6GiB", or one for each, "6GiB,4GiB". strategy, gpu_layers, cpu_moe, n_cpu_moe: a
@@ -115,6 +111,7 @@ class LLM:
         trace_routing: str | Path | None = None,
         replay_routing: str | Path | None = None,
         expert_policy: str | None = None,
+        pins: Mapping[str, str] | Sequence[str] = (),
         hardware: str | Path | None = None,
         gpu_memory: str | int | None = None,
         strategy: str | None = None,
@@ -128,45 +125,13 @@ class LLM:
         dashboard: bool = False,
         progress: Progress | None = None,
     ) -> None:
+        arguments = locals()
         self._engine: Any = None
         self._cluster: Cluster | None = None
         self._closed: deque[Any] = deque(maxlen=KEPT_CLOSED)  # streams that may not have ended yet
         tell = check_progress(progress)
         switch("dashboard", dashboard)
-        spec = _prepare(
-            model,
-            weights,
-            tell,
-            ram=ram,
-            cpu_threads=cpu_threads,
-            cpu_workers=cpu_workers,
-            dtype=dtype,
-            ctx_size=ctx_size,
-            max_batch=max_batch,
-            prefill_chunk=prefill_chunk,
-            logit_rows=logit_rows,
-            kv=kv,
-            expand=expand,
-            prefetch=prefetch,
-            direct_io=direct_io,
-            replan=replan,
-            shares=shares,
-            spin_us=spin_us,
-            subchunks=subchunks,
-            trace_routing=trace_routing,
-            replay_routing=replay_routing,
-            expert_policy=expert_policy,
-            hardware=hardware,
-            gpu_memory=gpu_memory,
-            strategy=strategy,
-            gpu_layers=gpu_layers,
-            cpu_moe=cpu_moe,
-            n_cpu_moe=n_cpu_moe,
-            slowed=slowed,
-            emulate_seed=emulate_seed,
-            fixed_costs=fixed_costs,
-            disturb=disturb,
-        )
+        spec = _prepare(model, weights, tell, EngineArguments.of(arguments))
         from shadowlane.actors.cluster import is_joined, join_cluster, running_address
 
         is_running = is_joined()
@@ -351,136 +316,6 @@ class LLM:
         Path(path).write_text(json.dumps(self._call("timeline")))
 
 
-def make_spec(
-    path: Path,
-    *,
-    ram: str | int | None = None,
-    cpu_threads: int | None = None,
-    cpu_workers: int = 1,
-    dtype: DataType | None = None,
-    ctx_size: int | None = None,
-    max_batch: int = 1,
-    prefill_chunk: int | None = None,
-    logit_rows: int | None = None,
-    kv: KvType | None = None,
-    expand: bool | None = None,
-    prefetch: bool = True,
-    direct_io: bool = True,
-    replan: bool = True,
-    shares: Sequence[float] | None = None,
-    spin_us: int | None = None,
-    subchunks: int | None = None,
-    trace_routing: str | Path | None = None,
-    replay_routing: str | Path | None = None,
-    expert_policy: str | None = None,
-    hardware: str | Path | None = None,
-    gpu_memory: str | int | None = None,
-    strategy: str | None = None,
-    gpu_layers: int | None = None,
-    cpu_moe: bool = False,
-    n_cpu_moe: int | None = None,
-    slowed: float | None = None,
-    emulate_seed: int | None = None,
-    fixed_costs: float = 1.0,
-    disturb: Sequence[str] = (),
-) -> ServiceSpec:
-    """What is to be served, with every default decided.
-
-    Reads nothing of the model, unless cards that are here are to be used: then it times the disk.
-    """
-    from shadowlane.actors.machine import assign_cores
-    from shadowlane.actors.spec import PREFILL_CHUNK, SPIN_US, EngineSettings, Options, ServiceSpec
-    from shadowlane.ops.table import FEW_ROWS
-    from shadowlane.planner.experts import policy_named
-
-    machine = {"slowed": slowed, "emulate_seed": emulate_seed, "disturb": disturb}
-    cards, emulated, measured = _machine(path, hardware, gpu_memory, fixed_costs, **machine)
-    layout, layers = strategy_of(strategy, gpu_layers, cpu_moe, n_cpu_moe)
-    if not cards and emulated is None and layout != "auto":
-        raise ValueError("strategy needs hardware: without cards there is nothing to place on them")
-    threads = None if cpu_threads is None else whole_number("cpu_threads", cpu_threads, 1)
-    cores, notes = assign_cores(threads, whole_number("cpu_workers", cpu_workers, 1))
-    options = Options(
-        dtype=None if dtype is None else one_of("dtype", dtype, DTYPES),
-        kv=None if kv is None else one_of("kv", kv, KV_NAMES),
-        context=None if ctx_size is None else whole_number("ctx_size", ctx_size, 1),
-        max_batch=whole_number("max_batch", max_batch, 1, FEW_ROWS),
-        logit_rows=FEW_ROWS if logit_rows is None else whole_number("logit_rows", logit_rows, 1),
-        prefill_chunk=PREFILL_CHUNK
-        if prefill_chunk is None
-        else whole_number("prefill_chunk", prefill_chunk, 1),
-    )
-    settings = EngineSettings(
-        ram=_ram(ram, emulated),
-        cards=cards,
-        emulated=emulated,
-        machine=measured,
-        strategy=layout,
-        strategy_layers=layers,
-        cores=tuple(cores),
-        expand=_expand(expand, is_budget_named=ram is not None),
-        direct=switch("direct_io", direct_io),
-        prefetch=switch("prefetch", prefetch),
-        # NOTE: how long a card was busy is not measured yet, so a shadow would learn from nothing.
-        replan=switch("replan", replan) and measured is None,
-        shares=None if shares is None else lane_shares(shares, len(cores)),
-        spin_us=SPIN_US if spin_us is None else whole_number("spin_us", spin_us, 0, MAX_SPIN_US),
-        subchunks=None if subchunks is None else whole_number("subchunks", subchunks, 1),
-        trace_routing=None if trace_routing is None else Path(trace_routing).absolute(),
-        replay_routing=None if replay_routing is None else Path(replay_routing).absolute(),
-        expert_policy=None if expert_policy is None else policy_named(expert_policy).name,
-    )
-    return ServiceSpec(path.absolute(), options, settings, notes)
-
-
-def _machine(
-    model: Path,
-    hardware: str | Path | None,
-    gpu_memory: str | int | None,
-    fixed_costs: float,
-    **how: Any,
-) -> tuple[tuple[CardSettings, ...], Emulated | None, PlannerHardware | None]:
-    """Cards, the machine that is emulated, and what was measured of the one that is here."""
-    if hardware is not None:
-        how["seed"] = how.pop("emulate_seed")
-        return (*emulated_machine(hardware, gpu_memory, fixed_costs=fixed_costs, **how), None)
-    for name, value in how.items():
-        if value not in (None, ()):
-            raise ValueError(f"{name} needs hardware, the machine that is to be emulated")
-    if gpu_memory is None or str(gpu_memory).strip() == "0":
-        return (), None, None
-    from shadowlane.actors.spec import CardSettings
-    from shadowlane.card_budget import check_card_budget
-
-    check_card_budget(gpu_memory)
-    from shadowlane.actors.cards_here import cards_here
-
-    budgets, measured = cards_here(gpu_memory, model)
-    return tuple(CardSettings(nbytes) for nbytes in budgets), None, measured
-
-
-def _ram(asked: str | int | None, emulated: Emulated | None) -> int:
-    """The budget; of an emulated machine no more than it has and no more than is free here."""
-    if asked is not None:
-        return parse_size(asked, "ram")
-    free = free_ram().budget_nbytes
-    if emulated is None:
-        return free
-    machine = emulated.hardware
-    return min(free, int(machine.ram_nbytes - machine.reserved_nbytes))
-
-
-def _expand(asked: bool | None, *, is_budget_named: bool) -> Expand:
-    """Whether packed weights get expanded copies.
-
-    Unasked only from a budget that somebody named, and so has given away: the automatic one is all
-    that is free, which other programs may want.
-    """
-    if asked is None:
-        return "spare" if is_budget_named else "never"
-    return "always" if switch("expand", asked) else "never"
-
-
 def check_spec(spec: ServiceSpec) -> None:
     """Refuse what cannot run before anything is started. Reads headers and the tokenizer."""
     from shadowlane.actors.preview import check_tokenizer, preview
@@ -507,7 +342,7 @@ def plan_model(
     Raises InfeasiblePlan (a ValueError) naming the deficit, ModelError, ValueError.
     """
     weights = options.pop("weights", None)
-    spec = _prepare(model, weights, check_progress(progress), **options)
+    spec = _prepare(model, weights, check_progress(progress), EngineArguments(**options))
     from shadowlane.actors.preview import preview
 
     return preview(spec)
@@ -522,7 +357,7 @@ def profile_model(
     """
     weights = options.pop("weights", None)
     switch("refresh", refresh)
-    spec = _prepare(model, weights, check_progress(progress), **options)
+    spec = _prepare(model, weights, check_progress(progress), EngineArguments(**options))
     from shadowlane.actors.preview import cached_profile, forget_profile, profile_report
 
     if refresh:
@@ -534,14 +369,14 @@ def profile_model(
 
 
 def _prepare(
-    model: str | Path, weights: PackLayout | None, tell: Progress, **options: Any
+    model: str | Path, weights: PackLayout | None, tell: Progress, asked: EngineArguments
 ) -> ServiceSpec:
     """What `LLM` is asked to serve. Refuses bad arguments before it fetches or packs a model."""
     name = check_model(model)
     if weights is not None:
         one_of("weights", weights, PACK_NAMES)
-    check_routing(name, options.get("trace_routing"), options.get("replay_routing"))
-    spec = make_spec(Path(), **options)
+    check_routing(name, asked.trace_routing, asked.replay_routing)
+    spec = spec_of(Path(), asked)
     path, notes = _chosen_weights(resolve_model(name, tell), weights, tell)
     return replace(spec, root=path.absolute(), notes=(*notes, *spec.notes))
 

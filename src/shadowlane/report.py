@@ -42,6 +42,8 @@ RUN_KEYS = (
 def run_object(text: str, token_ids: Sequence[int], stats: Json) -> dict[str, Any]:
     """The one object of `run --json`. Raises KeyError if `stats` lacks a key it promises."""
     found = {"text": text, "token_ids": list(token_ids), **stats}
+    if stats["emulated"] and "prefill_s" in found:  # prompts are not calibrated
+        found["prefill_s"] = None
     return {key: found.pop(key) for key in RUN_KEYS} | found
 
 
@@ -82,11 +84,7 @@ def summary(stats: Json) -> RenderableType:
     tiers: Json = plan["tiers"]
     replans = plan["replans"]
     rows = [
-        (
-            "prompt",
-            f"{stats['prompt_tokens']} tokens, {rate(stats['prefill_tok_per_s'])}, "
-            f"first token after {seconds(stats['ttft_s'])}{emulated}",
-        ),
+        ("prompt", f"{stats['prompt_tokens']} tokens, {_prompt_speed(stats)}"),
         (
             "decode",
             f"{stats['completion_tokens']} tokens, {rate(stats['decode_tok_per_s'])}{emulated} "
@@ -121,6 +119,13 @@ def summary(stats: Json) -> RenderableType:
     if stats["bottleneck"] not in stats["lanes"]:
         parts.append(Text(f"bottleneck: {stats['bottleneck']}"))
     return Lines(*parts)
+
+
+def _prompt_speed(stats: Json) -> str:
+    if stats["emulated"]:
+        return "of which emulation says too little"
+    speed = rate(stats["prefill_tok_per_s"])
+    return f"{speed}, first token after {seconds(stats['ttft_s'])}"
 
 
 def _emulation(stats: Json) -> list[tuple[str, str]]:
@@ -202,15 +207,16 @@ def plan_report(plan: Json, by_group: bool = False) -> RenderableType:
     `plan` is what `shadowlane.planner.explain.plan_report` makes. Layers that are placed alike
     share a row, unless every group is asked for.
     """
-    table = _table(("part", "left"), ("bytes", "right"), ("ram", "right"), ("disk", "right"))
+    cards = list(plan["bytes"].get("cards", ()))
+    columns = ("bytes", *cards, "ram", "disk")
+    table = _table(("part", "left"), *((name, "right") for name in columns))
     table.add_column("lanes")
     table.add_column("why", overflow="fold")
     for part in map(_group_part, plan["groups"]) if by_group else _parts(plan["groups"]):
         table.add_row(
             Text(part.name),
-            size(part.ram_nbytes + part.disk_nbytes),
-            size(part.ram_nbytes),
-            size(part.disk_nbytes),
+            size(sum(part.nbytes.values())),
+            *(size(part.nbytes[place]) for place in (*cards, "ram", "disk")),
             Text(", ".join(part.lanes)),
             Text(part.why),
         )
@@ -223,6 +229,8 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
     guess = "" if plan["measured"] else ", from assumed speeds: nothing was measured yet"
     if plan["measured"] and plan["unmeasured"]:
         guess = f", unmeasured: {', '.join(plan['unmeasured'])}"
+    if plan.get("emulated"):
+        guess = ", emulated"
     lanes = ", ".join(f"{lane} {busy:.0f} %" for lane, busy in predicted["busy_pct"].items())
     experts = ""
     if parts.get("experts"):
@@ -233,6 +241,7 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
     return [
         ("strategy", f"{plan['strategy']}: {plan['why']}"),
         ("budget", f"{size(plan['budget']['ram'])} of RAM, {size(parts['total'])} of it used"),
+        *((name, _on_card(card, plan["budget"][name])) for name, card in _cards(plan)),
         (
             "in RAM",
             f"weights {size(parts['weights'])}, {experts}"
@@ -250,9 +259,8 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
         (
             "predicted",
             f"decode {rate(predicted['decode_tok_per_s'])} "
-            f"({seconds(predicted['decode_step_s'])} a token), "
-            f"prompt {rate(predicted['prefill_tok_per_s'])} in chunks of "
-            f"{predicted['prefill_rows']}{guess}",
+            f"({seconds(predicted['decode_step_s'])} a token)"
+            f"{_predicted_prompt(plan)}{guess}",
         ),
         *_expected(plan.get("expected_hits")),
         ("busy", f"{lanes}; bottleneck {predicted['bottleneck']}"),
@@ -263,6 +271,34 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
             f"{seconds(predicted['critical_path_bound_s'])} on the critical path",
         ),
     ]
+
+
+def _cards(plan: Json) -> list[tuple[str, Json]]:
+    return list(plan["bytes"].get("cards", {}).items())
+
+
+def _on_card(card: Json, budget: int) -> str:
+    experts = f"experts {size(card['experts'])}, " if card["experts"] else ""
+    brought = ""
+    if card["slots"]:
+        brought = (
+            f", {size(card['slots'])} for what is brought: {size(card['brought_per_token'])} for "
+            "each token"
+        )
+    return (
+        f"{size(budget)}, {size(card['total'])} of it used: weights {size(card['weights'])}, "
+        f"{experts}KV cache {size(card['kv'])}{brought}"
+    )
+
+
+def _predicted_prompt(plan: Json) -> str:
+    """Nothing of an emulated machine, whose prompts are not calibrated."""
+    predicted: Json = plan["predicted"]
+    if plan.get("emulated"):
+        return ""
+    return (
+        f", prompt {rate(predicted['prefill_tok_per_s'])} in chunks of {predicted['prefill_rows']}"
+    )
 
 
 def _expected(hits: Json | None) -> list[tuple[str, str]]:
@@ -281,17 +317,25 @@ class _Part:
     """A row of the plan's table: a group outside the layers, or a run of layers placed alike."""
 
     name: str
-    ram_nbytes: int
-    disk_nbytes: int
+    nbytes: Mapping[str, int]  # by place: each card, "ram", "disk"
     lanes: tuple[str, ...]
     why: str
+
+
+def _places(group: Json) -> dict[str, int]:
+    on_cards: Json = group.get("vram_nbytes", {})
+    return {**on_cards, "ram": group["ram_nbytes"], "disk": group["disk_nbytes"]}
+
+
+def _sum(places: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {name: sum(each[name] for each in places) for name in places[0]}
 
 
 def _group_part(group: Json) -> _Part:
     lanes = [f"{lane} {first}-{last}" for lane, (first, last) in group["lanes"].items()]
     names = list(group["lanes"]) if len(lanes) == 1 else lanes  # rows matter where they are split
     why = group["why"]
-    return _Part(group["group"], group["ram_nbytes"], group["disk_nbytes"], tuple(names), why)
+    return _Part(group["group"], _places(group), tuple(names), why)
 
 
 def _parts(groups: Sequence[Json]) -> list[_Part]:
@@ -305,8 +349,7 @@ def _parts(groups: Sequence[Json]) -> list[_Part]:
         is_layer = "." in members[0]["group"]
         part = _Part(
             name=f"layer {name}" if is_layer else name,
-            ram_nbytes=sum(member["ram_nbytes"] for member in members),
-            disk_nbytes=sum(member["disk_nbytes"] for member in members),
+            nbytes=_sum([_places(member) for member in members]),
             lanes=tuple(dict.fromkeys(lane for member in members for lane in member["lanes"])),
             why=_layer_why(members) if is_layer else members[0]["why"],
         )
@@ -314,8 +357,7 @@ def _parts(groups: Sequence[Json]) -> list[_Part]:
             first, before = rows.pop()
             part = _Part(
                 name=f"layers {first}-{name}",
-                ram_nbytes=before.ram_nbytes + part.ram_nbytes,
-                disk_nbytes=before.disk_nbytes + part.disk_nbytes,
+                nbytes=_sum([before.nbytes, part.nbytes]),
                 lanes=part.lanes,
                 why=part.why,
             )
@@ -330,6 +372,8 @@ def _is_alike(one: _Part, other: _Part) -> bool:
 
 
 def _layer_why(groups: Sequence[Json]) -> str:
+    if any("vram_nbytes" in group for group in groups):
+        return _where_kinds_are(groups)
     whole = [g["kind"] for g in groups if g["disk_nbytes"] and not g["ram_nbytes"]]
     partly = [g["kind"] for g in groups if g["disk_nbytes"] and g["ram_nbytes"]]
     if not whole and not partly:
@@ -339,6 +383,19 @@ def _layer_why(groups: Sequence[Json]) -> str:
     streams = [f"all of {', '.join(whole)}"] if whole else []
     streams += [f"parts of {', '.join(partly)}"] if partly else []
     return f"streams {' and '.join(streams)} each step"
+
+
+def _where_kinds_are(groups: Sequence[Json]) -> str:
+    """Which kinds of a layer's groups are computed where, whole or in part."""
+    kinds: dict[str, list[str]] = {}
+    for group in groups:
+        lanes = list(group["lanes"])
+        for lane in lanes:
+            part = "" if len(lanes) == 1 else "part of "
+            kinds.setdefault(lane, []).append(part + group["kind"])
+    if len(kinds) == 1:
+        return f"all on {next(iter(kinds))}"
+    return "; ".join(f"{', '.join(names)} on {lane}" for lane, names in kinds.items())
 
 
 def _figure(key: str, value: Any) -> str:
@@ -438,11 +495,16 @@ def bench_object(model: str, rows: Sequence[BenchRow], stats: Json) -> dict[str,
     }
 
 
+def _vram(tiers: Json) -> list[tuple[str, int]]:
+    return [(name, nbytes) for name, nbytes in tiers.items() if name.startswith("vram:")]
+
+
 def bench_markdown(model: str, rows: Sequence[BenchRow], stats: Json) -> str:
     """The same as a Markdown table, to be pasted beside other engines' tables."""
     plan: Json = stats["plan"]
     emulated = " (emulated)" if stats["emulated"] else ""
     places = {
+        **{f"on {name.replace('vram', 'gpu')}": nbytes for name, nbytes in _vram(plan["tiers"])},
         "in RAM": plan["tiers"]["ram"],
         "only on disk": plan["tiers"]["disk"],
         "read per token": plan["read_nbytes_per_token"],

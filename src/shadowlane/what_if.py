@@ -9,6 +9,7 @@ published speeds.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from shadowlane.planner.hybrid_bounds import HybridBounds, hybrid_bounds
 from shadowlane.planner.hybrid_layouts import Answer, Question, TooLarge, by_hand
 from shadowlane.planner.hybrid_play import Times
 from shadowlane.planner.hybrid_search import search
+from shadowlane.planner.pins import check_pins_fit, homes_of, pinned
 from shadowlane.planner.placement import show_nbytes
 
 OURS = "shadowlane"
@@ -46,19 +48,23 @@ def what_if(
     context: int | None = None,
     ram: int | None = None,
     gpu_memory: int | None = None,
+    pins: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """A plan with what it does in decode and in prefill, as one object that JSON can hold.
 
     context: tokens to keep room for; None: 4096 or the model's. ram, gpu_memory: bytes to plan
     with, of all RAM and of each card, in place of what the machine has less what is reserved;
-    gpu_memory 0: without cards.
+    gpu_memory 0: without cards. pins: pattern of groups -> home; layouts by hand keep to them too.
 
     It is the best for a request like the one that chunks are chosen for: a prompt of half of the
     context, then 128 tokens.
 
-    Raises TooLarge where the model fits nowhere, ValueError for a budget above what there is.
+    Raises TooLarge where the model fits nowhere, ValueError for a budget above what there is and
+    for pins that cannot be.
     """
     machine = with_budgets(machine, ram, gpu_memory)
+    groups = [(load.name, load.kind) for load in model.loads]
+    model = pinned(model, homes_of(groups, pins or {}, len(machine.cards)))
     room = min(context or 4096, model.max_context)
     work = Work(context=min(512, room), max_context=room)
     tokens = max(1, room // PROMPT_PART)
@@ -67,6 +73,7 @@ def what_if(
         Work("prefill", rows, 1, max(1, tokens // 2), room), tokens / rows / ANSWER_TOKENS
     )
     question = Question(model, machine, work, hit_rate=assumed_hits(model), prompts=prompts)
+    check_pins_fit(model, work, machine)
     began = time.perf_counter()
     try:
         hand = by_hand(question)

@@ -13,6 +13,7 @@ from tiny import tiny_tokens
 
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.spec import CardSettings, Emulated
+from shadowlane.planner.pins import catalog_homes
 
 OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
@@ -86,6 +87,46 @@ def test_changing_what_lives_where_while_tokens_are_made_changes_none(
             running_now.placement.cards, running_now.crew.card_homes, strict=True
         ):
             assert set(there.offsets) == set(part.resident), "what nobody needs is dropped"
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        (("attn|qkv", "gpu:0"), ("down", "cpu")),
+        (("attn", "cpu"), ("^0.*(o|up)", "gpu:1"), ("lm_head", "gpu:0")),
+        (("down", "disk"), (r"^1\.(qkv|attn)", "gpu:1")),
+    ],
+)
+@pytest.mark.parametrize(("strategy", "layers"), [("auto", None), ("layer-split", 1)])
+def test_pins_change_where_tokens_come_from_and_not_which(
+    model: Path,
+    expected: list[int],
+    pins: tuple[tuple[str, str], ...],
+    strategy: str,
+    layers: int | None,
+) -> None:
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        cards=(CardSettings(1 << 30),) * 2,
+        emulated=Emulated(machine_with(2), seed=1),
+        pins=pins,
+        strategy=strategy,
+        strategy_layers=layers,
+    ) as engine:
+        placement = engine.engine.placement
+        catalog = engine.engine.blueprint.catalog
+        homes = catalog_homes(catalog, dict(pins), 2)
+        assert homes
+        for name, home in homes.items():
+            lanes = {share.lane for share in placement.shares[name]}
+            if home != "disk":
+                assert lanes == {"cpu:0" if home == "cpu" else home}
+            assert home != "disk" or set(catalog.group(name).blocks) <= set(placement.sweep)
+        assert engine.generate(PROMPT) == expected
+        assert engine.generate(PROMPT) == expected
 
 
 def test_the_planner_fills_a_card_and_learns_how_fast_the_machine_is(

@@ -58,6 +58,7 @@ class FakeEngine:
     has_chat_template: bool = True
     vocab_size: int = 50
     notes: tuple[str, ...] = ()
+    decisions: list[str] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
     requests: list[tuple[str, Any, SamplingParams]] = field(default_factory=list)
     num_open: int = 0
@@ -134,6 +135,7 @@ class FakeEngine:
             "predicted_step_s": 0.046,
             "measured_step_s": 0.05,
             "notes": list(self.notes),
+            "decisions": list(self.decisions),
         }
 
 

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import Result
 
 from shadowlane.cli import errors
+from shadowlane.engine_arguments import EngineArguments
 from shadowlane.llm import _prepare
 from shadowlane.models import is_dense
 from shadowlane.ops.errors import ModelError
@@ -125,7 +126,7 @@ def test_a_model_that_is_known_to_have_no_experts_is_not_fetched(
     message = "routing is of mixtures of experts; smollm2 has none"
     assert message in fails("bench", "smollm2", "--replay-routing", path)
     with pytest.raises(ValueError, match=message):
-        _prepare("smollm2", None, lambda *_: None, trace_routing=path)
+        _prepare("smollm2", None, lambda *_: None, EngineArguments(trace_routing=path))
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "plan", "profile", "bench", "show"])

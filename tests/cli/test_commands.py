@@ -78,6 +78,7 @@ def test_every_option_reaches_the_engine(
         *("--repeat-penalty", 1.1, "--seed", 7, "--stop", "a b", "--stop", "c"),
         *("--hardware", LAPTOP, "--slowed", 9, "--emulate-seed", 4, "--n-cpu-moe", 3),
         *("--disturb", "40:cpu=0.4", "--disturb", "80:"),
+        *("--pin", "down=cpu", "--pin", "^0\\.=gpu:0"),
     )
     assert result.exit_code == 0, result.output
     assert engine.arguments == {
@@ -92,6 +93,7 @@ def test_every_option_reaches_the_engine(
         "expand": False,
         "prefetch": False,
         "trace_routing": None,
+        "pins": ("down=cpu", "^0\\.=gpu:0"),
         "hardware": LAPTOP,
         "gpu_memory": "0",
         "strategy": None,
@@ -176,6 +178,41 @@ def test_chat_keeps_the_conversation(
     assert "Ctrl-C   stop the answer" in result.stderr
     assert "There is no command /nonsense" in result.stderr
     assert engine.num_open == 0
+
+
+def test_chat_says_what_the_lanes_did_and_what_was_decided(
+    shadowlane_command: Command, engine: FakeEngine, model_dir: Path
+) -> None:
+    engine.decisions = ["first steps measured: moves 3 MiB"]
+    lines = "/stats\nhello\n/stats\nagain\n"
+    result = shadowlane_command("chat", model_dir, "--explain", input=lines)
+    assert result.exit_code == 0, result.output
+    assert "There has been no answer yet." in result.stderr
+    assert result.stderr.count("disk:0 (bottleneck)") == 1
+    assert result.stderr.count("1. first steps measured: moves 3 MiB") == 1, "told once"
+    given = ("--hardware", LAPTOP, "--gpu-layers", 3, "--pin", "down=cpu", "--slowed", 3)
+    result = shadowlane_command("chat", model_dir, *given, input="hello\n")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("disk:0 (bottleneck)") == 1, "at the end, of an emulated machine"
+    arguments = engine.arguments
+    assert (arguments["hardware"], arguments["gpu_layers"]) == (LAPTOP, 3)
+    assert (arguments["pins"], arguments["slowed"]) == (("down=cpu",), 3.0)
+
+
+def test_bench_on_an_emulated_machine_measures_decode_alone(
+    shadowlane_command: Command, engine: FakeEngine, model_dir: Path
+) -> None:
+    given = ("bench", model_dir, "-r", 2, "--hardware", LAPTOP, "--cpu-moe", "--explain")
+    result = shadowlane_command(*given)
+    assert result.exit_code == 0, result.output
+    assert "tg128" in result.stdout
+    assert "pp512" not in result.stdout
+    assert "disk:0 (bottleneck)" in result.stderr
+    assert "the plan was never changed" in result.stderr
+    assert engine.arguments["cpu_moe"] is True
+    result = shadowlane_command(*given, "-pp", 512)
+    assert result.exit_code == 2
+    assert "-pp must be left out with --hardware" in result.stderr
 
 
 def test_interrupting_an_answer_keeps_what_was_said(

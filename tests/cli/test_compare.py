@@ -337,7 +337,11 @@ def test_recorded_routing_is_met(shadowlane_command: Command, tmp_path: Path) ->
         (("--compare", "all", "--ram", "64GiB"), "--ram must be at most the 32.0 GiB"),
         (("--compare", "all", "--seed", "-1"), "--seed must be at least 0; got -1"),
         (("--compare", "all", "--output", "csv"), "--output must be one of md, json; got 'csv'"),
-        ((), "--hardware must stand with --compare all, say"),
+        ((), "MODEL must be one that is here to run; llama-2-7b is known by its shape alone"),
+        (("--compare", "all", "--pin", "down=cpu"), "--pin must be left out with --compare"),
+        (("--compare", "all", "--gpu-layers", "3"), "--gpu-layers must be left out with --comp"),
+        (("--compare", "--hardware"), "--compare must be all, or names of layouts"),
+        (("--contexts", "512"), "--contexts must stand with --compare all, say"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shadowlane.llm import LLM, make_spec, plan_model, profile_model
+from shadowlane.engine_arguments import make_spec
+from shadowlane.llm import LLM, plan_model, profile_model
 from shadowlane.prompts import as_ids, as_messages, as_prompt, as_prompts, checked_params
 from shadowlane.quality import check_window
 

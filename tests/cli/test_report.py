@@ -9,8 +9,11 @@ import pytest
 from rich.console import Console, RenderableType
 
 from shadowlane import report
+from shadowlane.planner.card_planner import first_over_cards
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report
+from shadowlane.planner.explain_cards import card_report
+from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.placement import LaneSpec, Request
 from shadowlane.planner.search import place
 from shadowlane.planner.synthetic import llama_catalog
@@ -42,8 +45,8 @@ def test_a_plan_where_everything_fits_is_three_rows() -> None:
 def test_the_rows_of_a_plan_cover_each_byte_once(part: float) -> None:
     plan = planned(part)
     parts = report._parts(plan["groups"])
-    assert sum(row.ram_nbytes for row in parts) == plan["tiers"]["ram"]
-    assert sum(row.disk_nbytes for row in parts) == plan["tiers"]["disk"]
+    assert sum(row.nbytes["ram"] for row in parts) == plan["tiers"]["ram"]
+    assert sum(row.nbytes["disk"] for row in parts) == plan["tiers"]["disk"]
     assert len(parts) <= 8
     for row in parts:
         if row.name.startswith("layer"):
@@ -68,9 +71,57 @@ def test_split_rows_are_shown_per_group() -> None:
 def test_a_summary_says_where_figures_are_emulated() -> None:
     stats = FakeEngine().stats()
     assert "emulated" not in text_of(report.summary(stats))
-    assert text_of(report.summary({**stats, "emulated": True})).count("(emulated)") == 3
+    text = text_of(report.summary({**stats, "emulated": True}))
+    assert text.count("(emulated)") == 2
+    assert "5 tokens, of which emulation says too little" in text
     rows = [report.BenchRow("tg8", (1.0, 2.0))]
     assert "tok/s (emulated)" in report.bench_markdown("m", rows, {**stats, "emulated": True})
+
+
+def test_what_is_on_cards_is_told_beside_what_is_in_ram() -> None:
+    stats = FakeEngine().stats()
+    tiers = {"ram": 1 << 20, "vram:0": 3 << 20, "disk": 0}
+    plan = {**stats["plan"], "tiers": tiers}
+    row = report.BenchRow("tg8", (1.0, 2.0))
+    head, _, first = report.bench_markdown("m", [row], {**stats, "plan": plan}).splitlines()
+    assert head.startswith("| model | on gpu:0 | in RAM | only on disk |")
+    assert first.startswith("| m | 3.00 MiB | 1.00 MiB | 0 B |")
+
+
+def test_emulated_prompts_have_no_figure_for_programs_either() -> None:
+    stats = {**FakeEngine().stats(), "prefill_s": 0.5}
+    assert report.run_object("", [], stats)["prefill_s"] == 0.5
+    assert report.run_object("", [], {**stats, "emulated": True})["prefill_s"] is None
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_the_rows_of_a_plan_over_cards_cover_each_byte_once(by_group: bool) -> None:
+    catalog = llama_catalog(layers=6)
+    weights = sum(block.held_nbytes for block in catalog.blocks)
+    card = Card("a card", 8e9, 0.0, 400e9, 20e12, 12e9, 12e9, 5e-6, 2e-5)
+    request = Request(
+        ram=1 << 30,
+        lanes=(LaneSpec("cpu:0", 1), LaneSpec("gpu:0", 1)),
+        context=64,
+        machine=Hardware("a machine", (card,), 40e9, 1e12, 2e-6, 50e9, 32e9, 0.0, 3e9),
+        cards=(weights // 2,),
+        pins={"^0.down": "cpu", "^1": "gpu:0"},
+    )
+    plan = card_report(catalog, first_over_cards(catalog, request), request)
+    parts = list(map(report._group_part, plan["groups"])) if by_group else None
+    parts = parts or report._parts(plan["groups"])
+    shown = {place: sum(part.nbytes[place] for part in parts) for place in parts[0].nbytes}
+    assert sum(shown.values()) == sum(group["nbytes"] for group in plan["groups"])
+    assert shown["gpu:0"] == plan["tiers"]["vram:0"]
+    text = text_of(report.plan_report(plan, by_group))
+    assert "gpu:0" in text.splitlines()[2]
+    assert "emulated" in text
+    assert "prompt " not in text, "of which emulation says too little"
+    if by_group:
+        row = next(line for line in text.splitlines() if line.startswith("0.down "))
+        assert "computed in RAM, pinned" in row
+    else:
+        assert any("down on cpu:0" in part.why for part in parts)
 
 
 def test_a_missing_figure_is_a_dash() -> None:

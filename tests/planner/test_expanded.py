@@ -136,7 +136,7 @@ def test_experts_come_first() -> None:
 
 
 def test_a_pin_to_disk_leaves_no_copies() -> None:
-    request = Request(ram=1 << 40, pins={"0.down": "disk"}, expand="always")
+    request = Request(ram=1 << 40, pins={"^0.down": "disk"}, expand="always")
     assert not place(CATALOG, request, UNMEASURED).expanded
 
 

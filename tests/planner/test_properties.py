@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from fnmatch import fnmatch
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -53,10 +53,10 @@ def least_nbytes(catalog: Catalog, request: Request) -> int:
     pinned = sum(
         block.held_nbytes
         for block in catalog.blocks
-        if any(fnmatch(block.group, pattern) for pattern, t in request.pins.items() if t == "ram")
+        if any(re.search(each, block.group) for each, home in request.pins.items() if home == "cpu")
     )
     weights = pinned + (request.num_slots or 4) * catalog.slot_nbytes
-    if not request.pins.get("*.down"):
+    if not request.pins.get("down"):
         streamed = sum(b.held_nbytes for b in catalog.blocks if b.group != "embed")
         weights = min(weights, streamed)
     parts = (catalog.constants_nbytes, catalog.scratch_nbytes, pages * catalog.page_nbytes)
@@ -73,7 +73,7 @@ def asked(draw: st.DrawFn) -> tuple[Catalog, Request]:
         context=draw(st.sampled_from([None, None, 1, 32, catalog.max_context])),
         max_batch=draw(st.integers(1, 3)),
         num_slots=draw(st.sampled_from([None, None, 4, 5, 7, 16])),
-        pins=draw(st.sampled_from([{}, {}, {"0.*": "ram"}, {"*.down": "disk"}])),
+        pins=draw(st.sampled_from([{}, {}, {r"^0\.": "cpu"}, {"down": "disk"}])),
         expand=draw(st.sampled_from(["never", "always"])),
     )
     whole = sum(block.held_nbytes for block in catalog.blocks)
@@ -127,7 +127,7 @@ def test_budget_is_a_ceiling_and_every_block_has_a_place(
     if placement.sweep:
         assert placement.num_slots >= 4
         assert request.num_slots in (None, placement.num_slots)
-    elif "*.down" not in request.pins:
+    elif "down" not in request.pins:
         assert placement.num_slots == 0
     assert placement.kv_pages >= request.max_batch
     if request.context is not None:

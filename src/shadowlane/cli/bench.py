@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +14,7 @@ import typer
 from shadowlane.arguments import check_routing
 from shadowlane.cli import options
 from shadowlane.cli.stages import Stages
+from shadowlane.cli.summary import show_decisions, show_summary
 from shadowlane.models import DEFAULT_MODEL, resolve_model
 
 if TYPE_CHECKING:
@@ -43,8 +43,17 @@ ONLY_HERE = (
     "kv",
     "expand",
     "weights",
+    "pins",
+    "strategy",
+    "gpu_layers",
+    "cpu_moe",
+    "n_cpu_moe",
+    "slowed",
+    "emulate_seed",
+    "disturb",
+    "explain",
 )
-ONLY_COMPARED = ("hardware", "contexts", "prompts", "routing", "plot", "seed")
+ONLY_COMPARED = ("contexts", "prompts", "routing", "plot", "seed")
 _COMPARE = "Compare, emulated"
 
 
@@ -94,6 +103,26 @@ def bench(
     kv: options.Kv = None,
     expand: options.Expand = None,
     weights: options.Weights = None,
+    pins: options.Pins = None,
+    hardware: Annotated[
+        Path | None,
+        options.option(
+            "--hardware",
+            metavar="FILE",
+            help="Measure on the machine that this file describes, emulated; with --compare: the "
+            "machine to compare on. examples/hardware has some. --ram, --gpu-memory (of each "
+            "card; 0: without cards), --ctx-size and --output go with both.",
+            rich_help_panel="Cards",
+        ),
+    ] = None,
+    strategy: options.Strategy = None,
+    gpu_layers: options.GpuLayers = None,
+    cpu_moe: options.CpuMoe = False,
+    n_cpu_moe: options.NCpuMoe = None,
+    slowed: options.Slowed = None,
+    emulate_seed: options.EmulateSeed = None,
+    disturb: options.Disturb = None,
+    explain: options.Explain = False,
     compare: Annotated[
         str | None,
         options.option(
@@ -103,16 +132,6 @@ def bench(
             "emulated: all of them, or some: cpu, attention-gpu, layer-split, 'layer-split, KV in "
             "RAM', row-split, layer-stream, cpu-moe, static (our plan, kept), shadowlane (our plan "
             "with its shadow). Nothing runs; MODEL may be a name such as llama-2-70b.",
-            rich_help_panel=_COMPARE,
-        ),
-    ] = None,
-    hardware: Annotated[
-        Path | None,
-        options.option(
-            "--hardware",
-            metavar="FILE",
-            help="The machine to compare on; examples/hardware has some. --ram, --gpu-memory (of "
-            "each card; 0: without cards), --ctx-size and --output go with it.",
             rich_help_panel=_COMPARE,
         ),
     ] = None,
@@ -172,12 +191,17 @@ def bench(
     tokens after a prompt of one token, each measured for itself. The context
     is as long as the longer of the two needs, unless --ctx-size says more.
 
+    With --hardware the lanes take the time of an emulated machine, cards
+    included, and tg alone is measured: of prompts emulation says too little.
+
     With --compare and --hardware nothing is measured here: layouts by hand,
     each at its best setting, and ours do the same work on an emulated machine
     whose rates are off from its file. Every figure is emulated; for prompts,
     ratios alone are shown.
     """
     if compare is not None:
+        if compare.startswith("-"):  # an option that was taken for the value
+            raise ValueError(f"compare must be all, or names of layouts; got {compare}")
         if hardware is None:
             raise ValueError("compare needs --hardware, the machine to compare on")
         _refuse(context, ONLY_HERE, "be left out with --compare, which runs nothing on this one")
@@ -201,9 +225,15 @@ def bench(
         )
         return
     _refuse(context, ONLY_COMPARED, "stand with --compare all, say")
-    engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv, expand
-    )
+    if hardware is not None:
+        if prompt_tokens and _is_typed(context, "prompt_tokens"):
+            raise ValueError(
+                "-pp must be left out with --hardware: of prompts emulation says too little"
+            )
+        prompt_tokens = 0
+    engine = options.EngineOptions.of(locals())
+    if engine.is_emulated:
+        options.refuse_shape(model, "to run")
     if prompt_tokens == 0 and decode_tokens == 0:
         raise ValueError("one of -pp and -tg must be above 0; got 0 and 0")
     # The token after a prompt needs a place too; "tg" starts from a prompt of one token.
@@ -214,7 +244,7 @@ def bench(
             f"-tg {decode_tokens}; got {ctx_size}"
         )
     check_routing(model, None, replay_routing)
-    engine = replace(engine, ctx_size=ctx_size or needed)
+    engine = options.EngineOptions.of(engine.given, ctx_size=ctx_size or needed)
     from shadowlane import report
 
     rows: list[BenchRow] = []
@@ -222,7 +252,7 @@ def bench(
         path = resolve_model(model, stages)
         if ctx_size is None:
             _check_needed(path, needed)
-        with engine.open(path, not no_prefetch, stages, replay_routing=replay_routing) as llm:
+        with engine.open(path, stages) as llm:
             if prompt_tokens:
                 speeds = _speeds(llm, prompt_tokens, 1, repetitions, stages)
                 rows.append(report.BenchRow(f"pp{prompt_tokens}", speeds))
@@ -235,13 +265,21 @@ def bench(
         print(json.dumps(report.bench_object(model, rows, stats)))
     else:
         print(report.bench_markdown(model, rows, stats))
+    if engine.is_emulated:
+        show_summary(stats)
+    if explain:
+        show_decisions(stats)
 
 
 def _refuse(context: typer.Context, names: Sequence[str], rule: str) -> None:
     for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if _is_typed(context, name):
             raise ValueError(f"{name} must {rule}")
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _check_needed(path: Path, needed: int) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 from shadowlane.cli import options
+from shadowlane.cli.bars import LaneBars
 from shadowlane.cli.errors import exit_code, report_error
 from shadowlane.cli.naming import typed_note
 from shadowlane.cli.stages import Stages
+from shadowlane.cli.summary import show_new_decisions, show_summary
 from shadowlane.models import DEFAULT_MODEL, resolve_model
 from shadowlane.texts import check_chats
 
@@ -24,6 +26,7 @@ EPILOG = options.epilog(
 
 HELP = """\
 /clear   forget the conversation
+/stats   what each lane did for the last answer
 /exit    leave (also Ctrl-D)
 /help    this list
 Ctrl-C   stop the answer, not the program"""
@@ -42,6 +45,16 @@ def chat(
     kv: options.Kv = None,
     expand: options.Expand = None,
     weights: options.Weights = None,
+    pins: options.Pins = None,
+    hardware: options.Hardware = None,
+    strategy: options.Strategy = None,
+    gpu_layers: options.GpuLayers = None,
+    cpu_moe: options.CpuMoe = False,
+    n_cpu_moe: options.NCpuMoe = None,
+    slowed: options.Slowed = None,
+    emulate_seed: options.EmulateSeed = None,
+    disturb: options.Disturb = None,
+    explain: options.Explain = False,
     temp: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -52,11 +65,12 @@ def chat(
 ) -> None:
     """Talk with a model that has a chat template.
 
-    Ctrl-C stops the answer and keeps the conversation. /clear forgets it, /exit leaves.
+    Ctrl-C stops the answer and keeps the conversation. /clear forgets it, /stats
+    says what each lane did, /exit leaves.
     """
-    engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv, expand
-    )
+    engine = options.EngineOptions.of(locals())
+    if engine.is_emulated:
+        options.refuse_shape(model, "to run")
     params = options.sampling_params(
         max_tokens,
         temperature=temp,
@@ -70,17 +84,22 @@ def chat(
     with Stages() as stages:
         path = resolve_model(model, stages)
         check_chats(path, "chat")
-        with engine.open(path, not no_prefetch, stages) as llm:
+        with engine.open(path, stages) as llm:
             stages.stop()
             if not llm.has_chat_template:
                 raise ValueError(f"chat needs a model with a chat template; {model} has none")
             for note in llm.plan["notes"]:
                 print(f"note: {typed_note(note)}", file=sys.stderr)
-            _talk(llm, params)
+            has_answered = _talk(llm, params, explain)
+            if engine.is_emulated and has_answered:
+                show_summary(llm.stats())
 
 
-def _talk(llm: LLM, params: SamplingParams) -> None:
+def _talk(llm: LLM, params: SamplingParams, explain: bool) -> bool:
+    """Until the person leaves; whether there was an answer."""
     is_terminal = sys.stdin.isatty()
+    has_answered = False
+    decisions: list[str] = []  # that have been told
     if is_terminal:
         import readline  # noqa: F401  (gives input() editing and history)
 
@@ -92,19 +111,23 @@ def _talk(llm: LLM, params: SamplingParams) -> None:
         except EOFError:
             if is_terminal:
                 print()
-            return
+            return has_answered
         except KeyboardInterrupt:
             if not is_terminal:
                 raise
             print("\n(/exit or Ctrl-D leaves)", file=sys.stderr)
             continue
         if line in ("/exit", "/quit"):
-            return
+            return has_answered
         if line == "/clear":
             messages.clear()
             print("The conversation is forgotten.", file=sys.stderr)
         elif line == "/help":
             print(HELP, file=sys.stderr)
+        elif line == "/stats" and has_answered:
+            show_summary(llm.stats())
+        elif line == "/stats":
+            print("There has been no answer yet.", file=sys.stderr)
         elif line.startswith("/"):
             print(f"There is no command {line.split()[0]}; /help lists them.", file=sys.stderr)
         elif line:
@@ -122,6 +145,9 @@ def _talk(llm: LLM, params: SamplingParams) -> None:
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": answer})
+            has_answered = True
+            if explain:
+                decisions = show_new_decisions(llm.stats(), decisions)
 
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
@@ -129,13 +155,14 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
     written: list[str] = []
     chunks = llm.stream_chat(messages, params)
     try:
-        with closing(chunks), Stages() as stages:
+        with closing(chunks), Stages() as stages, ExitStack() as shown:
             stages("reading")
+            bars: LaneBars | None = None
             for chunk in chunks:
                 stages.stop()
                 written.append(chunk.text)
-                sys.stdout.write(chunk.text)
-                sys.stdout.flush()
+                bars = bars or shown.enter_context(LaneBars(llm))
+                bars.write(chunk.text)
                 if chunk.finish_reason == "length":
                     limits = "--max-tokens or --ctx-size allows no more"
                     print(f" ({limits})", end="", file=sys.stderr, flush=True)

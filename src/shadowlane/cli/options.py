@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shadowlane.arguments import DTYPES, KV_NAMES, PACK_NAMES
+from shadowlane.arguments import DTYPES, KV_NAMES, PACK_NAMES, named_pins
 from shadowlane.card_budget import check_card_budget
 from shadowlane.emulate import STRATEGIES
+from shadowlane.engine_arguments import EngineArguments
 from shadowlane.models import DEFAULT_MODEL
 from shadowlane.sizes import parse_size
 
@@ -142,7 +143,8 @@ GpuLayers = Annotated[
         "--gpu-layers",
         metavar="N",
         **whole_number(0),
-        help="Keep the last N layers on cards and compute the others in RAM.",
+        help="Keep the first N layers on cards, the head counted as one more, and compute "
+        "the others in RAM.",
         rich_help_panel=_CARDS,
     ),
 ]
@@ -162,6 +164,17 @@ NCpuMoe = Annotated[
         **whole_number(0),
         help="The same for the first N layers; the experts of others are on cards too.",
         rich_help_panel=_CARDS,
+    ),
+]
+Pins = Annotated[
+    list[str] | None,
+    option(
+        "--pin",
+        metavar="REGEX=HOME",
+        help="Keep the groups whose names hold REGEX on a card and compute them there (gpu:0), in "
+        "RAM (cpu) or only on disk (disk): 'experts=cpu', '^(0|1)\\.=gpu:0'. `plan --groups` has "
+        "the names. May be given several times, and beside all other options about placement.",
+        rich_help_panel=_MEMORY,
     ),
 ]
 Slowed = Annotated[
@@ -385,73 +398,58 @@ JsonOutput = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What the command line says about placement, checked as far as it can be without a model.
+    """What the command line says about the engine, checked as far as it can be without a model.
 
     Errors name arguments as Python does; `naming.py` puts flags in their place.
     """
 
-    ram: str | None = None
-    gpu_memory: str | None = None
-    cpu_threads: int | None = None
-    cpu_workers: int = 1
-    dtype: str | None = None
-    ctx_size: int | None = None
-    weights: str | None = None
-    kv: str | None = None
-    expand: bool | None = None
-    hardware: Path | None = None
-    strategy: str | None = None
-    gpu_layers: int | None = None
-    cpu_moe: bool = False
-    n_cpu_moe: int | None = None
-    slowed: float | None = None
-    emulate_seed: int | None = None
-    disturb: tuple[str, ...] = ()
+    given: Mapping[str, Any]  # by the names of LLM's arguments
 
     def __post_init__(self) -> None:
         from shadowlane.actors.machine import assign_cores
 
-        self.ram_nbytes()
-        if self.hardware is None and self.gpu_memory is not None:
-            check_card_budget(self.gpu_memory)
-        assign_cores(self.cpu_threads, self.cpu_workers)
+        gpu_memory = self.given.get("gpu_memory")
+        if self.given.get("hardware") is None and gpu_memory is not None:
+            check_card_budget(gpu_memory)
+        named_pins(self.given.get("pins", ()))
+        assign_cores(self.given.get("cpu_threads"), self.given.get("cpu_workers", 1))
 
-    def ram_nbytes(self) -> int | None:
-        return None if self.ram is None else parse_size(self.ram, "ram")
+    @classmethod
+    def of(cls, values: Mapping[str, Any], **more: Any) -> EngineOptions:
+        """Those of a command's `values` that an engine knows, and `more`.
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments that `LLM` and `plan_model` both take."""
-        return {
-            "ram": self.ram_nbytes(),
-            "cpu_threads": self.cpu_threads,
-            "cpu_workers": self.cpu_workers,
-            "dtype": self.dtype,
-            "ctx_size": self.ctx_size,
-            "weights": self.weights,
-            "kv": self.kv,
-            "expand": self.expand,
-            "hardware": self.hardware,
-            "gpu_memory": self.gpu_memory,
-            "strategy": self.strategy,
-            "gpu_layers": self.gpu_layers,
-            "cpu_moe": self.cpu_moe,
-            "n_cpu_moe": self.n_cpu_moe,
-            "slowed": self.slowed,
-            "emulate_seed": self.emulate_seed,
-            "disturb": self.disturb,
-        }
+        Its parameters have the names of LLM's arguments, but for switches that say no.
+        """
+        names = {*(field.name for field in fields(EngineArguments)), "weights"}
+        given = {name: value for name, value in values.items() if name in names} | more
+        for name in ("pins", "disturb"):  # lists, or nothing
+            given[name] = tuple(given.get(name) or ())
+        if given.get("ram") is not None:
+            given["ram"] = parse_size(given["ram"], "ram")
+        if "no_prefetch" in values:
+            given["prefetch"] = not values["no_prefetch"]
+        return cls(given)
 
-    def open(
-        self,
-        path: Path,
-        prefetch: bool,
-        progress: Callable[[str, float | None], None],
-        **more: Any,
-    ) -> LLM:
+    @property
+    def is_emulated(self) -> bool:
+        return self.given.get("hardware") is not None
+
+    def open(self, path: Path, progress: Callable[[str, float | None], None], **more: Any) -> LLM:
         """Starts the engine on the model at `path`. Raises ModelError, ValueError, OSError."""
         from shadowlane.llm import LLM
 
-        return LLM(path, **self.arguments(), **more, prefetch=prefetch, progress=progress)
+        return LLM(path, **self.given, **more, progress=progress)
+
+
+def refuse_shape(model: str, when: str) -> None:
+    """Raise ValueError for a model of which nothing but its shape is known, where it shall run."""
+    from shadowlane.shapes import known_shapes
+
+    if not Path(model).exists() and model in known_shapes():
+        raise ValueError(
+            f"MODEL must be one that is here {when}; {model} is known by its shape alone, for "
+            "plan --hardware and bench --compare"
+        )
 
 
 def sampling_params(max_tokens: int, stop: list[str] | None, **given: Any) -> SamplingParams:

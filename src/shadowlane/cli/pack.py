@@ -85,7 +85,7 @@ def pack(
         file=sys.stderr,
     )
     if sample is not None:
-        engine = options.EngineOptions(ctx_size=WINDOW_TOKENS)
+        engine = options.EngineOptions.of({}, ctx_size=WINDOW_TOKENS)
         for name, measured in (("before", path), ("after ", made.path)):
             with Stages() as stages:
                 found = of_model(measured, sample, WINDOW_TOKENS, engine, stages)

@@ -47,16 +47,14 @@ def perplexity(
 
     window = WINDOW_TOKENS if ctx_size is None else ctx_size
     check_window(window)
-    engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, window, weights, kv, expand
-    )
+    engine = options.EngineOptions.of(locals(), ctx_size=window)
     if file is None:
         raise ValueError("a text is needed: -f FILE")
     text = read_text(file)
     with Stages() as stages:
         path = resolve_model(model, stages)
         check_text(path, text, window)
-        found = of_model(path, text, window, engine, stages, no_prefetch)
+        found = of_model(path, text, window, engine, stages)
     print(json.dumps(found.as_object()) if json_output else found)
 
 
@@ -66,13 +64,12 @@ def of_model(
     window: int,
     engine: options.EngineOptions,
     stages: Stages,
-    no_prefetch: bool = False,
 ) -> Perplexity:
     """Start an engine on the model at `path` and have it read `text`."""
     from shadowlane.quality import logit_rows_for, measure_perplexity
 
     rows = logit_rows_for(path, window)
-    with engine.open(path, not no_prefetch, stages, logit_rows=rows) as llm:
+    with engine.open(path, stages, logit_rows=rows) as llm:
         return measure_perplexity(llm, text, window, stages)
 
 

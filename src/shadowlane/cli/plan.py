@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from shadowlane.arguments import named_pins
 from shadowlane.cli import options
 from shadowlane.cli.naming import typed_note
 from shadowlane.cli.stages import Stages
@@ -22,12 +23,13 @@ EPILOG = options.epilog(
     "shadowlane plan ./llama-3b --ram 4 --json | jq .tiers",
     "shadowlane plan llama-2-70b --hardware examples/hardware/rtx-4090-24gb.yaml",
     "shadowlane plan qwen3-30b-a3b --hardware my.yaml --export llama.cpp",
+    "shadowlane plan smollm2 --hardware my.yaml --gpu-memory 100MiB --pin 'attn=gpu:0' --groups",
 )
 
 
-# Options about this machine or its engine. In the environment they may stand, for other commands.
-ONLY_HERE = (
-    "groups",
+# Options about an engine, not about what a machine could do. In the environment they may stand, for
+# other commands.
+ONLY_OF_AN_ENGINE = (
     "cpu_threads",
     "cpu_workers",
     "dtype",
@@ -53,6 +55,11 @@ def plan(
     kv: options.Kv = None,
     expand: options.Expand = None,
     weights: options.Weights = None,
+    pins: options.Pins = None,
+    strategy: options.Strategy = None,
+    gpu_layers: options.GpuLayers = None,
+    cpu_moe: options.CpuMoe = False,
+    n_cpu_moe: options.NCpuMoe = None,
     hardware: Annotated[
         Path | None,
         options.option(
@@ -60,9 +67,9 @@ def plan(
             metavar="FILE",
             help="Plan for the machine that this file describes, cards included, in place of this "
             "one (examples/hardware has some), beside layouts that people tune by hand. MODEL may "
-            "then also be the name of a model that is not here, such as llama-2-70b. Of the other "
-            "options, --ram, --gpu-memory (of each card; 0: without cards), --ctx-size and --json "
-            "go with it.",
+            "then also be the name of a model that is not here, such as llama-2-70b. With --groups "
+            "or a layout by hand (--strategy, --gpu-layers, --cpu-moe, --n-cpu-moe) the table is "
+            "what `run` would start with there.",
             rich_help_panel="What if",
         ),
     ] = None,
@@ -86,23 +93,28 @@ def plan(
     would bring, which layout would be fastest there and what would hold it up.
     Nothing runs: figures are emulated.
     """
-    if hardware is not None:
-        _refuse_what_is_only_here(context)
+    is_exact = groups or (strategy or "auto") != "auto" or gpu_layers is not None
+    is_exact |= cpu_moe or n_cpu_moe is not None
+    if hardware is not None and (export is not None or not is_exact):
+        _refuse_engine_options(context)
+        if export is not None and is_exact:
+            raise ValueError("export needs to be without --groups or a layout by hand")
         if export is not None and json_output:
             raise ValueError("export needs to be without --json, which has the same flags in it")
-        _plan_for(model, hardware, export, ram, gpu_memory, ctx_size, json_output)
+        budgets = ram, gpu_memory, ctx_size
+        _plan_for(model, hardware, named_pins(pins or ()), export, *budgets, json_output)
         return
     if export is not None:
         raise ValueError("export needs --hardware, the machine to plan for")
-    engine = options.EngineOptions(
-        ram, gpu_memory, cpu_threads, cpu_workers, dtype, ctx_size, weights, kv, expand
-    )
+    if hardware is not None:
+        options.refuse_shape(model, "with --groups or a layout by hand")
+    engine = options.EngineOptions.of(locals())
     with Stages() as stages:
         path = resolve_model(model, stages)
         stages("planning")
         from shadowlane.llm import plan_model
 
-        planned = plan_model(path, progress=stages, **engine.arguments())
+        planned = plan_model(path, progress=stages, **engine.given)
     if json_output:
         print(json.dumps(planned))
         return
@@ -123,19 +135,20 @@ def _card_nbytes(size: str | None) -> int | None:
     return parse_size(size, "gpu_memory")
 
 
-def _refuse_what_is_only_here(context: typer.Context) -> None:
-    for name in ONLY_HERE:
+def _refuse_engine_options(context: typer.Context) -> None:
+    for name in ONLY_OF_AN_ENGINE:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise ValueError(
                 f"{name} must be left out with --hardware, which takes --ram, --gpu-memory, "
-                "--ctx-size, --json and --export"
+                "--ctx-size, --pin, --json and --export; with --groups it may stand"
             )
 
 
 def _plan_for(
     model: str,
     hardware: Path,
+    pins: tuple[tuple[str, str], ...],
     export: str | None,
     ram: str | None,
     gpu_memory: str | None,
@@ -163,6 +176,7 @@ def _plan_for(
             context=context,
             ram=None if ram is None else parse_size(ram, "ram"),
             gpu_memory=_card_nbytes(gpu_memory),
+            pins=dict(pins),
         )
     if export is not None:
         print(shlex.join(planned["llama_cpp"]))

@@ -26,15 +26,13 @@ def profile(
     change of hardware, or if something kept the machine busy the first time.
     Figures are kept for each choice of types and threads.
     """
-    engine = options.EngineOptions(
-        cpu_threads=cpu_threads, cpu_workers=cpu_workers, dtype=dtype, weights=weights, kv=kv
-    )
+    engine = options.EngineOptions.of(locals())
     with Stages() as stages:
         path = resolve_model(model, stages)
         stages("measuring")
         from shadowlane.llm import profile_model
 
-        measured = profile_model(path, refresh=True, progress=stages, **engine.arguments())
+        measured = profile_model(path, refresh=True, progress=stages, **engine.given)
     if json_output:
         print(json.dumps(measured))
         return

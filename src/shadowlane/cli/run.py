@@ -8,13 +8,11 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from shadowlane.arguments import check_routing
 from shadowlane.cli import options
 from shadowlane.cli.bars import LaneBars
-from shadowlane.cli.naming import typed_note
 from shadowlane.cli.stages import Stages
+from shadowlane.cli.summary import show_decisions, show_summary
 from shadowlane.models import DEFAULT_MODEL, resolve_model
 from shadowlane.texts import check_reads_text
 
@@ -65,6 +63,7 @@ def run(
     kv: options.Kv = None,
     expand: options.Expand = None,
     weights: options.Weights = None,
+    pins: options.Pins = None,
     temp: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -78,25 +77,9 @@ def run(
     The prompt is -p TEXT, -f FILE, or what is piped in. Models that come with
     a chat template get it as a user's message; --raw continues it as it is.
     """
-    engine = options.EngineOptions(
-        ram,
-        gpu_memory,
-        cpu_threads,
-        cpu_workers,
-        dtype,
-        ctx_size,
-        weights,
-        kv,
-        expand,
-        hardware,
-        strategy,
-        gpu_layers,
-        cpu_moe,
-        n_cpu_moe,
-        slowed,
-        emulate_seed,
-        tuple(disturb or ()),
-    )
+    engine = options.EngineOptions.of(locals())
+    if engine.is_emulated:
+        options.refuse_shape(model, "to run")
     params = options.sampling_params(
         max_tokens,
         temperature=temp,
@@ -114,7 +97,7 @@ def run(
     with Stages() as stages:
         path = resolve_model(model, stages)
         check_reads_text(path, "run")
-        with engine.open(path, not no_prefetch, stages, trace_routing=trace_routing) as llm:
+        with engine.open(path, stages) as llm:
             if raw or not llm.has_chat_template:
                 chunks = llm.stream(text, params)
             else:
@@ -157,25 +140,3 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if not prompt.strip():
         raise ValueError(f"a prompt must hold some text; got {prompt!r}")
     return prompt
-
-
-def show_decisions(stats: dict[str, object]) -> None:
-    """What the planner decided while the answer was written, and what came of it."""
-    decisions = list(stats.get("decisions") or ())  # type: ignore[call-overload]
-    if not decisions:
-        typer.echo("the plan was never changed: nothing promised enough", err=True)
-    for number, text in enumerate(decisions, 1):
-        typer.echo(f"{number}. {text}", err=True)
-
-
-def show_summary(stats: dict[str, object]) -> None:
-    """Notes and the table of what the lanes did, on standard error."""
-    from rich.console import Console
-
-    from shadowlane import report
-
-    console = Console(stderr=True, highlight=False)
-    console.print()
-    for note in stats.get("notes") or ():  # type: ignore[attr-defined]
-        typer.echo(f"note: {typed_note(note)}", err=True)
-    console.print(report.summary(stats))

@@ -143,9 +143,7 @@ def simulate(
     with Stages() as stages:
         run: Run | None = None
         if model is not None:
-            engine = options.EngineOptions(
-                ram, None, cpu_threads, cpu_workers, dtype, ctx_size, None, kv
-            )
+            engine = options.EngineOptions.of(locals())
             run = _run_of(model, engine, is_planned=ram is not None, tell=stages)
         stages("reading the routing")
         trace = _trace(routing)
@@ -204,12 +202,11 @@ def _run_of(
 ) -> Run:
     """From headers, and from what was measured of the model on this machine, if anything was."""
     from shadowlane.actors.preview import routed_plan
-    from shadowlane.llm import make_spec
+    from shadowlane.engine_arguments import make_spec
     from shadowlane.models import resolve_model
 
     path = resolve_model(name, tell)
-    arguments = engine.arguments()
-    del arguments["weights"]
+    arguments = dict(engine.given)
     if not is_planned:  # everything in RAM: only sizes are asked for
         arguments["ram"] = 1 << 60
     routed, placement, cost = routed_plan(make_spec(path, **arguments))
