@@ -294,6 +294,9 @@ class Engine:
         if emulated.slowed is not None:
             return emulated.slowed
         nbytes = sum(block.nbytes for block in self.catalog.blocks)
+        experts = self.catalog.experts
+        if experts is not None:
+            nbytes += experts.num_layers * experts.top_k * experts.nbytes
         here_s = nbytes / KERNEL_BYTES_PER_S + len(self.catalog.groups) * INSTRUCTION_S
         return max(1.0, round(here_s / max(placement.predicted_step_s, 1e-6)))
 
