@@ -627,7 +627,7 @@ class Crew:
         return None
 
     def abandon(self, moves: Moves) -> None:
-        """Give back what was taken for a placement that will not come, once nothing is on its way."""
+        """Give back what was taken for a placement that will not come; nothing may be under way."""
         for each in moves.pending:  # nothing may be written there once it is given to others
             with suppress(Exception):  # it is not wanted, whatever became of it
                 each.result()

@@ -13,9 +13,11 @@ On a virtual clock: `World.step` computes, nothing waits. Rates are emulated, wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import cycle
+from itertools import accumulate, cycle
+from math import floor
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -32,6 +34,7 @@ from shadowlane.planner.hardware import CALM, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
 from shadowlane.planner.hybrid import (
     DISK_RING_NBYTES,
+    NOTHING,
     HitRate,
     Load,
     Model,
@@ -41,13 +44,14 @@ from shadowlane.planner.hybrid import (
     rows_of,
     stage_nbytes,
 )
+from shadowlane.planner.hybrid_learning import StepMeasured
 from shadowlane.planner.hybrid_moves import Moves
-from shadowlane.planner.hybrid_shadow import StepMeasured
 
 CHUNK_NBYTES = 4e6  # of what links bring
 READ_S = 1e-4  # before a read on demand begins
 JITTER = 0.02  # standard deviation of each duration, as a part of it
 JITTERS = 32768  # that are drawn before they come round again: those of dozens of steps
+BINS = 64  # of a step's time, over which what goes through the DRAM port is told apart
 MOVE_PART = 0.25  # of a step that lanes give to a background move if nothing is left over
 WARM_AFTER_S = 30.0
 WARM_LOSES = 0.06  # of a card's rate, once warm
@@ -149,6 +153,7 @@ class World:
         self._random = Random(seed)
         self._jitter = cycle(_jitters(seed))
         self._card_busy_s = 2 * WARM_AFTER_S if is_warm else 0.0
+        self._traffic: _Traffic | None = None  # of the newest step
 
     def step(
         self,
@@ -163,8 +168,12 @@ class World:
         still to be moved in the background, over what links and disk have left beside the step, or
         a part of the step where they have nothing left. All lanes of a move get on alike.
         """
-        run = _Step(self, plan, work, spans)
+        if self._traffic is None or not self._traffic.is_of(plan, work):
+            first = _Step(self, plan, work, None, None)
+            self._traffic = first.traffic(first.play())
+        run = _Step(self, plan, work, spans, self._traffic)
         seconds = run.play()
+        self._traffic = run.traffic(seconds)
         self._num_steps += 1
         part = 0.0
         if moving is not None:
@@ -178,7 +187,9 @@ class World:
                 part += more
         self._card_busy_s += max((run.busy[name] for name in run.cards), default=0.0)
         self.now_s += seconds
-        return StepMeasured(seconds, run.busy, part * moving.nbytes if moving else 0.0)
+        moved = part * moving.nbytes if moving else 0.0
+        hits = run.hits / run.chosen if run.chosen else None
+        return StepMeasured(seconds, run.busy, moved, run.kinds, hits)
 
     def wait_for(self, moving: Moves) -> float:
         """Seconds that a step waits until all of it has been moved; the clock goes on."""
@@ -223,15 +234,66 @@ class World:
         return self.state.gpu * (1.0 - WARM_LOSES * (self._card_busy_s > WARM_AFTER_S))
 
 
+class _Traffic:
+    """What goes through the DRAM port ahead of its use in a step: bytes per second, over time."""
+
+    def __init__(
+        self, plan: Plan, work: Work, seconds: float, moved: Sequence[tuple[float, float, float]]
+    ) -> None:
+        """moved: (start, end, bytes per second) since the step began, which took `seconds`.
+
+        What is before its start or after its end is in the step before or after, as much as here.
+        """
+        self._plan, self._work = plan, work
+        self._bin_s = seconds / BINS
+        nbytes = [0.0] * BINS
+        for start_s, end_s, rate in moved:
+            while start_s < end_s - 1e-12:
+                number = floor(start_s / self._bin_s + 1e-9)
+                until_s = min(end_s, (number + 1) * self._bin_s)
+                nbytes[number % BINS] += (until_s - start_s) * rate
+                start_s = until_s
+        self._until = [0.0, *accumulate(nbytes)]  # bytes moved before each bin
+
+    def is_of(self, plan: Plan, work: Work) -> bool:
+        return self._plan is plan and self._work == work
+
+    def load(self, start_s: float, end_s: float) -> float:
+        """Mean bytes per second over the bins that this time touches."""
+        first, last = floor(start_s / self._bin_s), floor(end_s / self._bin_s) + 1
+        rounds, first = divmod(first, BINS)
+        moved = self._before(last - rounds * BINS) - self._before(first)
+        return moved / ((last - rounds * BINS - first) * self._bin_s)
+
+    def _before(self, number: int) -> float:
+        rounds, rest = divmod(number, BINS)
+        return rounds * self._until[-1] + self._until[rest]
+
+
 class _Step:
     """One step played through, group by group; links run on beside."""
 
-    def __init__(self, world: World, plan: Plan, work: Work, spans: list[Span] | None) -> None:
+    def __init__(
+        self,
+        world: World,
+        plan: Plan,
+        work: Work,
+        spans: list[Span] | None,
+        before: _Traffic | None,
+    ) -> None:
+        """before: what went through the DRAM port ahead of its use in a step like this one.
+
+        None: not known; links and disk are taken to work without a pause.
+        """
         self._world, self._plan, self._work, self._spans = world, plan, work, spans
+        self._before = before
+        self._ahead: list[tuple[float, float, float]] = []  # (start, end, bytes per second)
         machine = world.machine
         self.cards = [f"gpu:{index}" for index in range(len(machine.cards))]
         self.links = [f"h2d:{index}" for index in range(len(machine.cards))]
         self.busy = dict.fromkeys(["cpu:0", "disk:0", *self.cards, *self.links], 0.0)
+        self.chosen = self.hits = 0.0  # experts, and those on cards
+        self.kinds: dict[str, dict[str, float]] = {lane: {} for lane in ("cpu:0", *self.cards)}
         if not self.links:
             self.links = ["disk:0"]
         row_nbytes = world.model.row_nbytes * work.rows
@@ -244,19 +306,17 @@ class _Step:
             [0.0 if here == there else cross_s + its_s for there, its_s in enumerate(self._cross_s)]
             for here, cross_s in enumerate(self._cross_s)
         ]
-        self._links_rate = sum(card.h2d_bytes_per_s for card in machine.cards) * world.state.link
-        self._disk_rate = machine.disk_bytes_per_s * world.state.disk
-        self._link_free_s = [0.0] * len(machine.cards)
-        # Bytes that links and disk still have to bring for this step, whatever routers choose.
-        dense = [
-            (load.nbytes, site)
+        ahead = [
+            site
             for load, site in zip(world.model.loads, plan.sites, strict=True)
-            if load.kind != "attn" and not load.experts
+            if load.nbytes and not (load.experts and work.phase == "decode")
         ]
-        self._to_bring = sum(
-            nbytes * (1.0 - site.vram) * site.brought_in(work.phase) for nbytes, site in dense
-        )
-        self._to_read = sum(nbytes * (1.0 - site.vram - site.ram) for nbytes, site in dense)
+        self._most_load = 0.0  # of the port, by what comes ahead of its use
+        if any(site.brought_in(work.phase) for site in ahead):
+            self._most_load += sum(map(world.rate, self.links))
+        if any(site.vram + site.ram < 1.0 - NOTHING for site in ahead):
+            self._most_load += world.rate("disk:0")
+        self._link_free_s = [0.0] * len(machine.cards)
 
     def play(self) -> float:
         world = self._world
@@ -289,12 +349,12 @@ class _Step:
             if brought:
                 arrived_s = self._bring(index, load, brought, begin_s, parts.is_late)
                 end_s = max(end_s, arrived_s + CHUNK_NBYTES / card.vram_bytes_per_s)
-            self.busy[self.cards[index]] += work_s + launch_s
+            self._count(self.cards[index], load, work_s + launch_s)
             if self._spans is not None:
                 self._record(self.cards[index], load, end_s, work_s + launch_s)
             ends.append((1 + index, end_s))
         if parts.cpu_nbytes + parts.cpu_flops > 0.0:
-            port = machine.dram_bytes_per_s - self._load_beside(parts)
+            port = machine.dram_bytes_per_s - self._load_beside(parts, ready[0])
             rate = min(machine.cpu_bytes_per_s, max(port, machine.dram_bytes_per_s * LEAST_PART))
             work_s = max(_bent(parts.cpu_nbytes, rate), parts.cpu_flops / machine.cpu_flops)
             work_s = work_s * world.jitter() + machine.cpu_launch_s
@@ -302,7 +362,7 @@ class _Step:
             end_s = ready[0] + work_s
             if parts.read_nbytes:
                 end_s = max(end_s, self._read(load, parts.read_nbytes, begin_s, parts.is_late))
-            self.busy["cpu:0"] += work_s
+            self._count("cpu:0", load, work_s)
             if self._spans is not None:
                 self._record("cpu:0", load, end_s, work_s)
             ends.append((0, end_s))
@@ -317,23 +377,31 @@ class _Step:
             for there in range(len(ready))
         ]
 
-    def _load_beside(self, parts: _Parts) -> float:
+    def traffic(self, seconds: float) -> _Traffic:
+        """What went through the DRAM port ahead of its use, when the step took so long."""
+        return _Traffic(self._plan, self._work, seconds, self._ahead)
+
+    def _load_beside(self, parts: _Parts, begin_s: float) -> float:
         """Bytes per second that links and disk take from the DRAM port while the cores compute.
 
-        What is on its way ahead takes its part as long as anything is still to come; what a router
-        has just chosen, as long as it is on its way.
+        What comes ahead of its use comes when it came in the step before; what a router has just
+        chosen, as long as it is on its way.
         """
-        cores_s = parts.cpu_nbytes / self._world.machine.cpu_bytes_per_s
-        load = 0.0
-        for rate, ahead, now in (
-            (self._links_rate, self._to_bring, parts.brought_nbytes),
-            (self._disk_rate, self._to_read, parts.read_nbytes),
-        ):
-            if ahead > 1.0:
-                load += rate
-            elif now:
-                load += rate * min(1.0, now / rate / max(cores_s, 1e-9))
-        return load
+        world = self._world
+        cores_s = max(parts.cpu_nbytes / world.machine.cpu_bytes_per_s, 1e-9)
+        late = 0.0
+        if parts.is_late:
+            rates = [world.rate(link) for link in self.links] if parts.brought_nbytes else []
+            late = min(sum(rates), parts.brought_nbytes / cores_s)
+            late += min(world.rate("disk:0"), parts.read_nbytes / cores_s)
+        if self._before is None:
+            return late + self._most_load
+        return late + self._before.load(begin_s, begin_s + cores_s)
+
+    def _count(self, lane: str, load: Load, busy_s: float) -> None:
+        self.busy[lane] += busy_s
+        kinds = self.kinds[lane]
+        kinds[load.kind] = kinds.get(load.kind, 0.0) + busy_s
 
     def _record(self, lane: str, load: Load, end_s: float, busy_s: float) -> None:
         """What waits is drawn at its end: it works then."""
@@ -346,11 +414,12 @@ class _Step:
         rate = card.h2d_bytes_per_s * self._world.state.link
         seconds = nbytes / rate * self._world.jitter() + nbytes / CHUNK_NBYTES * CHUNK_S
         self.busy[self.links[index]] += seconds
-        self._to_bring -= nbytes
         free_s = self._link_free_s[index]
         ahead_s = 0.0 if is_late else stage_nbytes(card) / rate
         start_s = max(free_s, begin_s - ahead_s)
         self._link_free_s[index] = start_s + seconds
+        if not is_late:
+            self._ahead.append((start_s, start_s + seconds, nbytes / seconds))
         if self._spans is not None:
             self._record(self.links[index], load, start_s + seconds, seconds)
         return self._link_free_s[index]
@@ -366,8 +435,9 @@ class _Step:
             self._record("disk:0", load, end_s, seconds)
         if is_late:
             return begin_s + READ_S + seconds
-        self._to_read -= nbytes
-        return self.busy["disk:0"] - DISK_RING_NBYTES / rate
+        arrived_s = self.busy["disk:0"] - DISK_RING_NBYTES / rate
+        self._ahead.append((arrived_s - seconds, arrived_s, nbytes / seconds))
+        return arrived_s
 
     def _parts(self, load: Load, site: Site) -> _Parts:
         work = self._work
@@ -397,6 +467,8 @@ class _Step:
             hits = float(self._world.draw_hits(load, site.vram))
         else:
             hits = chosen * (self._world.hit_rate(site.vram) if is_decode else site.vram)
+        self.chosen += chosen
+        self.hits += hits
         lost = (chosen - hits) * self._lost(site)
         missing = chosen - hits
         per_expert = flops / chosen

@@ -19,6 +19,7 @@ from shadowlane.planner.hand_placement import plan_by_hand
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import Model, Plan, Prompts, Work, known_hits, model_of
 from shadowlane.planner.hybrid_layouts import Question, TooLarge
+from shadowlane.planner.hybrid_learning import StepMeasured
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import (
     Arrived,
@@ -28,7 +29,6 @@ from shadowlane.planner.hybrid_shadow import (
     MemoryTaken,
     Move,
     Refused,
-    StepMeasured,
     Switch,
     WorkChanged,
 )
@@ -169,7 +169,9 @@ class CardPlanner:
         commands += self._compare(event)
         if self.placements.is_switching:
             return commands
-        measured = StepMeasured(event.seconds, _by_lane(event))
+        chosen = event.experts_chosen + event.experts_on_cards
+        hits = event.experts_on_cards / chosen if chosen else None
+        measured = StepMeasured(event.seconds, _by_lane(event), hits=hits)
         if event.context > GROWTH * self._work.context:
             context = min(2 * self._work.context, self._work.max_context)
             if context > self._work.context:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
 from shadowlane.planner.hybrid import (
@@ -27,6 +27,8 @@ from shadowlane.planner.hybrid_price import Price, Rates, price_of
 
 LAST_PART = 0.25  # of a side's time that is left when the last of what was brought has come
 SAME = 1e-9  # of a layer's time: less is rounding
+GUESSES, PASSES = 4, 3  # at the rate that the DRAM port leaves to the cores
+CLOSE = 0.005  # of a step's time, by which a guess may be off
 LEAST_DRAM_PART = 0.1  # of the port that cores get, however much goes through it beside them
 
 
@@ -90,15 +92,28 @@ def play(
     """Seconds of one steady step of `plan`; at least that if it takes `worth_s` or more anyway.
 
     What the cores read competes with links and disk for the DRAM port: where anything is brought
-    or read, a second pass is played at the rate that the first one leaves.
+    or read, another pass is played at the rate that is left to them.
     """
     rates = rates_of(machine, state)
     times, moved_nbytes = _pass(model, plan, work, rates, hit_rate, worth_s)
-    if moved_nbytes and 0.0 < times.step_s < worth_s:
-        left = port_left(machine.dram_bytes_per_s, moved_nbytes / times.step_s)
-        if left < rates.cpu_bytes_per_s:
-            rates = rates._replace(cpu_bytes_per_s=left)
-            times, _ = _pass(model, plan, work, rates, hit_rate, worth_s)
+    if not moved_nbytes:
+        return times
+    port, alone = machine.dram_bytes_per_s, rates.cpu_bytes_per_s
+    if port_left(port, moved_nbytes / times.step_s) >= alone:
+        return times
+    # How much goes through the port in a second depends on how long the step takes in the end.
+    expected_s, cores_s = times.step_s, times.busy_s["cpu:0"]
+    for _ in range(GUESSES):
+        left = port_left(port, moved_nbytes / expected_s)
+        expected_s = times.step_s + cores_s * max(0.0, alone / left - 1.0)
+    for _ in range(PASSES):
+        if times.step_s >= worth_s:
+            break
+        left = min(alone, port_left(port, moved_nbytes / expected_s))
+        times, _ = _pass(model, plan, work, rates._replace(cpu_bytes_per_s=left), hit_rate, worth_s)
+        if abs(times.step_s / expected_s - 1.0) <= CLOSE:
+            break
+        expected_s = times.step_s
     return times
 
 
@@ -143,6 +158,31 @@ def beside_cores(brought_nbytes: float, read_nbytes: float) -> float:
 def port_left(port_bytes_per_s: float, beside_bytes_per_s: float) -> float:
     """What the DRAM port leaves to the cores."""
     return max(port_bytes_per_s - beside_bytes_per_s, port_bytes_per_s * LEAST_DRAM_PART)
+
+
+def work_by_kind(
+    model: Model,
+    plan: Plan,
+    work: Work,
+    machine: Hardware,
+    state: Conditions,
+    hit_rate: HitRate,
+) -> dict[str, dict[str, tuple[int, float]]]:
+    """By lane and kind, the groups that a lane has a part in, and their seconds without launches.
+
+    As if no link or disk took anything from the cores.
+    """
+    cards = tuple(replace(card, launch_s=0.0) for card in machine.cards)
+    rates = rates_of(replace(machine, cards=cards, cpu_launch_s=0.0), state)
+    order, prices = _priced(model, plan, work, rates, hit_rate)
+    lanes = ["cpu:0", *(f"gpu:{card}" for card in range(len(cards)))]
+    found: dict[str, dict[str, tuple[int, float]]] = {lane: {} for lane in lanes}
+    for load, number in zip(model.loads, order, strict=True):
+        for lane, took in zip(lanes, prices[number].sides_s, strict=True):
+            if took:
+                count, seconds = found[lane].get(load.kind, (0, 0.0))
+                found[lane][load.kind] = count + 1, seconds + took
+    return found
 
 
 def _pass(

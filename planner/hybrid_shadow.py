@@ -13,20 +13,18 @@ Pure: `handle(event)` is all there is; time and measurements come inside events.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 
 from shadowlane.planner.hardware import CALM, Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Plan, Prompts, Work
 from shadowlane.planner.hybrid_changes import replan, shrunk
 from shadowlane.planner.hybrid_layouts import Question, Spread, brought_of, settle
+from shadowlane.planner.hybrid_learning import StepMeasured, bend_of, bent, learned
 from shadowlane.planner.hybrid_moves import Moves, moves
-from shadowlane.planner.hybrid_play import beside_cores, port_left
 from shadowlane.planner.hybrid_search import search
 
-FASTEST, SLOWEST = 4.0, 0.05  # factors on a file's rates that are believed
-SURE = 0.04  # of a lane: below, a difference between predicted and measured is noise
+HITS_WINDOW = 64  # steps over which hits of experts on cards are averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +37,6 @@ class ShadowSettings:
     horizon_steps: int = 200
     patience: float = 2.0  # after a thought without result the next one needs so many more steps
     max_steps_between: int = 80
-
-
-@dataclass(frozen=True, slots=True)
-class StepMeasured:
-    """One step of the plan in force."""
-
-    seconds: float
-    busy_s: Mapping[str, float]
-    moved_nbytes: float = 0.0  # of the background move, by all lanes, during this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +113,8 @@ class HybridShadow:
         self._file = machine
         self._state = CALM  # memory only: rates are learned
         self._model, self._work, self._hit_rate = model, work, hit_rate
+        self._bend = 1.0  # of `hit_rate`, by what has been measured
+        self._hits: deque[float] = deque(maxlen=HITS_WINDOW)  # of steps of the plan in force
         self._prompts = prompts
         self.plan = plan or search(self.question).plan
         self._previous: Plan | None = None
@@ -142,7 +133,12 @@ class HybridShadow:
     def question(self) -> Question:
         """For the work at hand, on the machine as it has been learned."""
         return Question(
-            self._model, self.machine, self._work, self._state, self._hit_rate, self._prompts
+            self._model,
+            self.machine,
+            self._work,
+            self._state,
+            bent(self._hit_rate, self._bend),
+            self._prompts,
         )
 
     @property
@@ -178,6 +174,8 @@ class HybridShadow:
 
     def _measured(self, step: StepMeasured) -> list[Command]:
         self._steps.append(step)
+        if step.hits is not None:
+            self._hits.append(step.hits)
         self._since_thought += 1
         if self._target is not None:
             self._to_move = max(0.0, self._to_move - step.moved_nbytes)
@@ -203,11 +201,28 @@ class HybridShadow:
             self._gain, self._wait = self.settings.gain, self.settings.min_steps_between
         return self._think("first steps measured" if is_first else "measured steps have drifted")
 
+    def _learn(self, now: StepMeasured, *, is_fresh: bool) -> None:
+        """Rates by these steps and the hits that they had; hits by all that there were."""
+        if now.hits is not None:
+            self._bend = bend_of(self._model, self.plan, self._hit_rate, now.hits)
+        self.machine = learned(self.question, self._file, self.plan, now, is_fresh=is_fresh)
+        if self._hits:
+            self._bend = bend_of(self._model, self.plan, self._hit_rate, fmean(self._hits))
+
     def _median(self) -> StepMeasured:
-        lanes = self._steps[-1].busy_s
+        newest = self._steps[-1]
+        hits = [step.hits for step in self._steps if step.hits is not None]
         return StepMeasured(
             median(step.seconds for step in self._steps),
-            {lane: median(step.busy_s[lane] for step in self._steps) for lane in lanes},
+            {lane: median(step.busy_s[lane] for step in self._steps) for lane in newest.busy_s},
+            kinds_s={
+                lane: {
+                    kind: median(step.kinds_s.get(lane, {}).get(kind, 0.0) for step in self._steps)
+                    for kind in kinds
+                }
+                for lane, kinds in newest.kinds_s.items()
+            },
+            hits=fmean(hits) if hits else None,
         )
 
     def _has_drifted(self, now: StepMeasured) -> bool:
@@ -231,82 +246,6 @@ class HybridShadow:
         self._wait = min(self.settings.max_steps_between, 2 * self._wait)
         self._settled = before
         return self._go(previous, "the new plan measured slower", now.seconds, before.seconds)
-
-    # -- learning
-
-    def _learn(self, now: StepMeasured, *, is_fresh: bool) -> None:
-        """Rates so that the plan in force would be predicted as it was measured.
-
-        is_fresh: the plan has just begun. Cores that are slower than predicted while links work
-        beside them are then put down to the DRAM port, later on to the cores; the other way round
-        where only that explains how long the step took.
-        """
-        predicted = self.question.times(self.plan)
-        factor = {
-            lane: predicted.busy_s[lane] / busy if busy > 0.0 else 1.0
-            for lane, busy in now.busy_s.items()
-        }
-        machine = self.machine
-        cards = []
-        for index, (card, stated) in enumerate(zip(machine.cards, self._file.cards, strict=True)):
-            gpu, link = _sure(factor[f"gpu:{index}"]), _sure(factor[f"h2d:{index}"])
-            cards.append(
-                replace(
-                    card,
-                    vram_bytes_per_s=_within(card.vram_bytes_per_s * gpu, stated.vram_bytes_per_s),
-                    flops=_within(card.flops * gpu, stated.flops),
-                    h2d_bytes_per_s=_within(card.h2d_bytes_per_s * link, stated.h2d_bytes_per_s),
-                )
-            )
-        disk = _within(
-            machine.disk_bytes_per_s * _sure(factor["disk:0"]), self._file.disk_bytes_per_s
-        )
-        self.machine = replace(machine, cards=tuple(cards), disk_bytes_per_s=disk)
-        self._learn_cores(now, _sure(factor["cpu:0"]), is_fresh)
-
-    def _learn_cores(self, now: StepMeasured, factor: float, is_fresh: bool) -> None:
-        if factor == 1.0:
-            return
-        machine, stated = self.machine, self._file
-        brought = sum(
-            now.busy_s[f"h2d:{index}"] * card.h2d_bytes_per_s
-            for index, card in enumerate(machine.cards)
-        )
-        read = now.busy_s["disk:0"] * machine.disk_bytes_per_s
-        beside = beside_cores(brought, read) / now.seconds
-        cores, port, flops = (
-            machine.cpu_bytes_per_s,
-            machine.dram_bytes_per_s,
-            machine.cpu_flops,
-        )
-        reached = min(cores, port_left(port, beside)) * factor
-
-        def with_rates(cores: float, port: float, flops: float) -> Hardware:
-            return replace(
-                machine,
-                cpu_bytes_per_s=_within(cores, stated.cpu_bytes_per_s),
-                dram_bytes_per_s=_within(max(port, cores), stated.dram_bytes_per_s),
-                cpu_flops=_within(flops, stated.cpu_flops),
-            )
-
-        if factor > 1.0:
-            cores = max(cores, reached) if beside else reached
-            port = max(port, reached + beside)
-            self.machine = with_rates(cores, port, flops * cores / machine.cpu_bytes_per_s)
-            return
-        slower_cores = with_rates(reached, port, flops * reached / cores)
-        if not beside:
-            self.machine = slower_cores
-            return
-        full_port = with_rates(cores, reached + beside, flops)
-        guesses = [full_port, slower_cores] if is_fresh else [slower_cores, full_port]
-        first, second = (self._misfit(guess, now) for guess in guesses)
-        self.machine = guesses[0] if first <= second + SURE else guesses[1]
-
-    def _misfit(self, machine: Hardware, now: StepMeasured) -> float:
-        """How far a step of the plan in force would be predicted from how it was measured."""
-        times = replace(self.question, machine=machine).times(self.plan)
-        return abs(times.step_s / now.seconds - 1.0)
 
     # -- thinking
 
@@ -342,6 +281,7 @@ class HybridShadow:
         self._gain = self.settings.gain
         self._wait = self.settings.min_steps_between
         self._steps.clear()
+        self._hits.clear()
         commands: list[Command] = []
         question = self.question
         if not question.fits(self.plan):
@@ -374,13 +314,6 @@ class HybridShadow:
         self.plan = plan
         self._target, self._moves, self._to_move = None, None, 0.0
         self._steps.clear()
+        self._hits.clear()
         self._reference = None
         return [Switch(plan)]
-
-
-def _sure(factor: float) -> float:
-    return 1.0 if abs(factor - 1.0) < SURE else factor
-
-
-def _within(rate: float, stated: float) -> float:
-    return min(max(rate, stated * SLOWEST), stated * FASTEST)

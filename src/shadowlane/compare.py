@@ -21,7 +21,7 @@ from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import Model, Plan, Work
 from shadowlane.planner.hybrid_layouts import Question, TooLarge, layer_stream, num_layers, streamed
 from shadowlane.planner.hybrid_search import search
-from shadowlane.planner.hybrid_shadow import HybridShadow, StepMeasured, WorkChanged
+from shadowlane.planner.hybrid_shadow import HybridShadow, WorkChanged
 from shadowlane.planner.recorded_hits import RecordedHits
 
 OURS, STATIC = "shadowlane", "static"
@@ -267,8 +267,7 @@ def settle_down(world: World, shadow: HybridShadow, work: Work) -> None:
     for count in range(MOST_LEARNING):
         if count >= LEARNING and shadow.is_settled:
             return
-        step = world.step(shadow.plan, work, shadow.moving)
-        shadow.handle(StepMeasured(step.seconds, step.busy_s, step.moved_nbytes))
+        shadow.handle(world.step(shadow.plan, work, shadow.moving))
 
 
 # -- as one object

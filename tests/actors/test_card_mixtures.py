@@ -214,10 +214,12 @@ def test_decode_steps_are_replayed_in_pieces(
         assert names.count("launch_graph") >= 11 * num_graphs > 0
         assert "begin_capture" not in names, "once is enough"
         assert "allocate" not in names
-    with fake_cards(monkeypatch, failures={"end_capture": "cudaErrorStreamCaptureInvalidated"}):
-        with on_cards(model, drawn(2, 1)) as engine:
-            assert engine.generate(PROMPT, 12) == tokens
-            assert "Invalidated" in (lane_of(engine)._graphs.why_not or "")  # type: ignore[union-attr]
+    failures = {"end_capture": "cudaErrorStreamCaptureInvalidated"}
+    with fake_cards(monkeypatch, failures=failures), on_cards(model, drawn(2, 1)) as engine:
+        assert engine.generate(PROMPT, 12) == tokens
+        graphs = lane_of(engine)._graphs
+        assert graphs is not None
+        assert "Invalidated" in (graphs.why_not or "")
 
 
 def test_pieces_end_where_somebody_waits() -> None:

@@ -14,7 +14,7 @@ from shadowlane.planner.hybrid import Load, Model, Plan, Site, Work
 from shadowlane.planner.hybrid_layouts import Question, by_hand
 from shadowlane.planner.hybrid_moves import Moves
 from shadowlane.planner.hybrid_search import search
-from shadowlane.planner.hybrid_shadow import HybridShadow, MemoryTaken, StepMeasured
+from shadowlane.planner.hybrid_shadow import HybridShadow, MemoryTaken
 
 CARD = Card("card", 4e9, 1e9, 400e9, 40e12, 12e9, 12e9, launch_s=5e-6, crossing_s=20e-6)
 MACHINE = Hardware("machine", (CARD,), 40e9, 1e12, 2e-6, 48e9, 64e9, 4e9, 5e9)
@@ -118,7 +118,7 @@ def test_the_shadow_recovers_what_busy_cores_cost(seed: int) -> None:
                 step = world.step(plan, WORK, moving)
                 steps.append(step.seconds)
                 if shadow is not None:
-                    shadow.handle(StepMeasured(step.seconds, step.busy_s, step.moved_nbytes))
+                    shadow.handle(step)
             paces.append(mean(steps[60:]))
         return paces[0], paces[1]
 
@@ -133,13 +133,13 @@ def test_the_shadow_gives_memory_back_while_running() -> None:
     shadow = HybridShadow(MODEL, MACHINE, WORK)
     for _ in range(20):
         step = world.step(shadow.plan, WORK, shadow.moving)
-        shadow.handle(StepMeasured(step.seconds, step.busy_s, step.moved_nbytes))
+        shadow.handle(step)
     shadow.handle(MemoryTaken(1.5e9))
     world.state = replace(CALM, vram_taken_nbytes=1.5e9)
     for _ in range(20):
         assert shadow.question.fits(shadow.plan)
         step = world.step(shadow.plan, WORK, shadow.moving)
-        shadow.handle(StepMeasured(step.seconds, step.busy_s, step.moved_nbytes))
+        shadow.handle(step)
 
 
 def test_spans_are_what_lanes_were_busy_with() -> None:

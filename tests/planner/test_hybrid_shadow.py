@@ -10,6 +10,7 @@ import pytest
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hybrid import Load, Model, Plan, Work, fits
 from shadowlane.planner.hybrid_layouts import Question
+from shadowlane.planner.hybrid_learning import StepMeasured
 from shadowlane.planner.hybrid_moves import moves
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import (
@@ -19,7 +20,6 @@ from shadowlane.planner.hybrid_shadow import (
     MemoryTaken,
     Move,
     ShadowSettings,
-    StepMeasured,
     Switch,
     WorkChanged,
 )
