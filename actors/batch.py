@@ -156,14 +156,19 @@ class Batch:
                 self._slots[sequence.slot] = list(sequence.known)
                 self.running.remove(sequence)
 
-    def fail_running(self, reason: str) -> None:
-        """A step failed: end what it carried, and forget caches that may be half a step's."""
+    def fail_running(self, reason: str, *, keeps_caches: bool = True) -> None:
+        """A step failed: end what it carried, and forget caches that may be half a step's.
+
+        keeps_caches: those of other slots are still there.
+        """
         for sequence in self.running:
             assert sequence.slot is not None
             self._slots[sequence.slot] = []
             if not sequence.is_over:
                 sequence.fail(reason)
         self.running.clear()
+        if not keeps_caches:
+            self._slots = [[] for _ in self._slots]
 
     def fail_all(self, reason: str) -> None:
         with self.changed:

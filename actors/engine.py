@@ -484,7 +484,9 @@ class Engine:
         """
         self.crew.abort()
         reason = CLOSED if self._stopping else str(failure)
-        self.batch.fail_running(reason)
+        # What cards that are here hold of keys and values is given back with their lanes.
+        has_cards = bool(self.settings.cards) and self.settings.emulated is None
+        self.batch.fail_running(reason, keeps_caches=not has_cards)
         this = (reason, self.steps_retired)
         if isinstance(failure, LaneFailed) and (
             this == self._last_failure or not self._is_model_unchanged()

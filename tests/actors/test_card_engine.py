@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from cards import drawn, machine_with
 from fake_card import FakeDriver, FakeRuntime, fake_cards
-from inprocess import AMPLE, ONE_THREAD, InProcess, running, small_blocks
+from inprocess import AMPLE, ONE_THREAD, InProcess, collect, running, small_blocks
 from mortal import Mortal, MortalHost, end_of, hear
 from recording_memory import MAPPED
 from tiny import tiny_tokens
@@ -57,12 +58,15 @@ def expected(model: Path) -> tuple[list[int], np.ndarray]:
 
 @contextmanager
 def on_cards(
-    model: Path, first: Callable[[Catalog, Request], Placement], cards: int = 1
+    model: Path,
+    first: Callable[[Catalog, Request], Placement],
+    cards: int = 1,
+    options: Options = OPTIONS,
 ) -> Iterator[InProcess]:
     with running(
         model,
         ram=AMPLE,
-        options=OPTIONS,
+        options=options,
         cores=ONE_THREAD,
         first=first,
         cards=(CardSettings(1 << 30),) * cards,
@@ -144,6 +148,26 @@ def test_death_fails_the_running_and_spares_the_next(
         next(each for each in engine.engine.crew.all_lanes if each.name == lane).kill()
         assert end_of(request).error == f"{lane}: its process died"
         assert engine.generate(PROMPT) == expected[0]
+
+
+def test_what_a_card_had_cached_goes_with_its_lane(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values of the card are gone, so a later turn goes through all of its prompt."""
+    with (
+        fake_cards(monkeypatch, base=MortalScripted),
+        on_cards(model, drawn(2, 1), options=replace(OPTIONS, max_batch=2)) as engine,
+    ):
+        lane = engine.engine.crew.cards[0].target._lane  # type: ignore[attr-defined]
+        later = [*PROMPT, *engine.generate(PROMPT), 7, 8]
+        assert lane._operators.cache.layers
+        request = engine.submit(PROMPT[::-1], max_tokens=60)  # in the other slot
+        hear(request, 3)
+        engine.engine.crew.links[0].kill()
+        assert end_of(request).error == "h2d:0: its process died"
+        again = engine.submit(later, reuses_cache=True)
+        assert collect(again) == engine.generate(later)
+        assert again.timing.cached_tokens == 0
 
 
 @pytest.mark.parametrize(
