@@ -170,6 +170,18 @@ def test_what_a_card_had_cached_goes_with_its_lane(
         assert again.timing.cached_tokens == 0
 
 
+def test_a_card_that_cannot_be_loaded_is_told_of_in_a_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step has begun, so nobody else would notice that the copies have ended."""
+    with fake_cards(monkeypatch) as (driver,):
+        driver.failures["copy"] = "cudaErrorInvalidValue"
+        words = "h2d:0: blocks cannot be moved: copy: cudaErrorInvalidValue"
+        with pytest.raises(ValueError, match=words), on_cards(model, drawn(2, 1)):
+            pass
+        del driver.failures["copy"]
+
+
 @pytest.mark.parametrize(
     ("abilities", "error", "words"),
     [
