@@ -151,9 +151,10 @@ class Engine:
         first = self._first_placement(profile)
         emulated = self.settings.emulated
         self.layout = plan_layout(self.blueprint, first, is_emulated=emulated is not None)
-        touched = self.layout.landing_nbytes
+        # Room for blocks that may come to RAM later is pinned, and so taken, where cards are here.
+        touched = self.layout.weights_nbytes - first.weights_nbytes + self.layout.landing_nbytes
         if emulated is not None:  # cards' memory is here, too
-            touched = sum(card.total_nbytes - card.kv_nbytes for card in first.cards)
+            touched = sum(card.total_nbytes for card in first.cards)
         check_room(self.layout.budget_start + first.total_nbytes + touched)
         arena = self.arena = Arena.create(self.layout.nbytes, str(self.files.root))
         experts = self.blueprint.catalog.experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,12 +21,13 @@ from recording_memory import MAPPED
 from tiny import tiny_tokens
 
 from shadowlane.actors import cards_here as here
+from shadowlane.actors import engine as engines
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.cuda.driver import CudaError
 from shadowlane.actors.hosts import Remote
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.placement import Placement, Request
+from shadowlane.planner.placement import Placement, Request, whole_pages
 
 OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
@@ -168,6 +170,23 @@ def test_what_a_card_had_cached_goes_with_its_lane(
         again = engine.submit(later, reuses_cache=True)
         assert collect(again) == engine.generate(later)
         assert again.timing.cached_tokens == 0
+
+
+def test_all_that_is_pinned_has_been_asked_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for blocks that may come to RAM later is pinned at the start, and so is taken then."""
+
+    def lean(catalog: Catalog, request: Request) -> Placement:
+        first = drawn(2, 1)(catalog, request)
+        kept = itertools.compress(catalog.blocks, first.resident)
+        return replace(first, weights_nbytes=whole_pages(sum(each.held_nbytes for each in kept)))
+
+    asked: list[int] = []
+    monkeypatch.setattr(engines, "check_room", asked.append)
+    with fake_cards(monkeypatch), on_cards(model, lean) as engine:
+        on_cards_nbytes = sum(card.kv_nbytes for card in engine.engine.placement.cards)
+        assert asked == [engine.engine.layout.nbytes - on_cards_nbytes]
 
 
 def test_a_card_that_cannot_be_loaded_is_told_of_in_a_line(
