@@ -156,14 +156,19 @@ class Batch:
                 self._slots[sequence.slot] = list(sequence.known)
                 self.running.remove(sequence)
 
-    def fail_running(self, reason: str) -> None:
-        """A step failed: end what it carried, and forget caches that may be half a step's."""
+    def fail_running(self, reason: str, *, keeps_caches: bool = True) -> None:
+        """A step failed: end what it carried, and forget caches that may be half a step's.
+
+        keeps_caches: those of other slots are still there.
+        """
         for sequence in self.running:
             assert sequence.slot is not None
             self._slots[sequence.slot] = []
             if not sequence.is_over:
                 sequence.fail(reason)
         self.running.clear()
+        if not keeps_caches:
+            self._slots = [[] for _ in self._slots]
 
     def begin_anew(self, reason: str) -> None:
         """All caches are gone: what runs goes through them again, with what it has said so far.
@@ -172,8 +177,7 @@ class Batch:
         """
         again = [each for each in self.running if not (each.is_over or each.wants_logits)]
         self.running = [each for each in self.running if each not in again]
-        self.fail_running(reason)
-        self._slots = [[] for _ in self._slots]
+        self.fail_running(reason, keeps_caches=False)
         with self.changed:
             self.waiting[:0] = again
 

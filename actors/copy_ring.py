@@ -84,8 +84,7 @@ class CopyRing:
         """Add a record; waits while the ring is full. Raises CopyError if nobody takes it."""
         room = self._num_put + 1 - self._depth
         while True:
-            if self._failed[0]:
-                raise CopyError(bytes(self._message[: self._failed[0]]).decode(errors="replace"))
+            self.check()
             state = wait_counter(self._taken, room, self._abort, 0, LOOK_NS)
             if state == WAIT_OK:
                 break
@@ -101,6 +100,11 @@ class CopyRing:
         )
         self._num_put = (self._num_put + 1) & 0xFFFFFFFF
         publish(self._put, self._num_put)
+
+    def check(self) -> None:
+        """Raise CopyError if the consumer has failed."""
+        if self._failed[0]:
+            raise CopyError(bytes(self._message[: self._failed[0]]).decode(errors="replace"))
 
     def next(self, timeout_ns: int = 0) -> Record | None:
         """The oldest record, which stays until `passed_on`; None after a timeout (0: never).
@@ -142,6 +146,10 @@ class RingCopier:
     ) -> None:
         kind = H2D if way == "h2d" else D2H
         self._ring.put(Record(kind, source, target, nbytes, counter, value))
+
+    def check(self) -> None:
+        """Raise CopyError if the copies have failed: what was given will not be done."""
+        self._ring.check()
 
     def close(self) -> None:
         """Have the one who serves the ring end when all is passed on."""

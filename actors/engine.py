@@ -194,9 +194,10 @@ class Engine:
         first = self._first_placement(profile)
         emulated = self.settings.emulated
         self.layout = plan_layout(self.blueprint, first, is_emulated=emulated is not None)
-        touched = self.layout.landing_nbytes
+        # Room for blocks that may come to RAM later is pinned, and so taken, where cards are here.
+        touched = self.layout.weights_nbytes - first.weights_nbytes + self.layout.landing_nbytes
         if emulated is not None:  # cards' memory is here, too
-            touched = sum(card.total_nbytes - card.kv_nbytes for card in first.cards)
+            touched = sum(card.total_nbytes for card in first.cards)
         check_room(self.layout.budget_start + first.total_nbytes + touched)
         arena = self.arena = Arena.create(self.layout.nbytes, str(self.files.root))
         experts = self.blueprint.catalog.experts
@@ -536,7 +537,9 @@ class Engine:
                 self.batch.begin_anew(reason)
                 self._plan_for_less(failure.full)
             return
-        self.batch.fail_running(reason)
+        # What cards that are here hold of keys and values is given back with their lanes.
+        has_cards = bool(self.settings.cards) and self.settings.emulated is None
+        self.batch.fail_running(reason, keeps_caches=not has_cards)
         this = (reason, self.steps_retired)
         if isinstance(failure, LaneFailed) and (
             this == self._last_failure or not self._is_model_unchanged()

@@ -22,7 +22,8 @@ from shadowlane.actors.arena import (
     Arena,
     ArenaLayout,
 )
-from shadowlane.actors.copier import Copier
+from shadowlane.actors.copier import CopyError
+from shadowlane.actors.copy_ring import RingCopier
 from shadowlane.ops import emulated as law
 from shadowlane.ops.atomics import WAIT_OK, counter_value, now_ns, publish, wait_counter
 
@@ -46,7 +47,8 @@ class Copies(Protocol):
         ...
 
     def move(self, block: int, nbytes: int, source: int, target: int) -> None:
-        """Copy beside the sweep; returns when all is there. Raises ValueError at an abort."""
+        """Copy beside the sweep; returns when all is there. Raises ValueError at an abort, or where
+        it cannot be done."""
         ...
 
     def close(self) -> None: ...
@@ -118,7 +120,7 @@ class CardCopies:
         arena: Arena,
         layout: ArenaLayout,
         card: int,
-        copier: Copier,
+        copier: RingCopier,
         is_stopping: Callable[[], bool],
     ) -> None:
         self._arena, self._layout, self._card = arena, layout, card
@@ -142,6 +144,12 @@ class CardCopies:
             self._copier.copy(source, target, nbytes, counter, count)
 
     def move(self, block: int, nbytes: int, source: int, target: int) -> None:
+        try:
+            self._move(nbytes, source, target)
+        except CopyError as error:
+            raise ValueError(f"h2d:{self._card}: blocks cannot be moved: {error}") from None
+
+    def _move(self, nbytes: int, source: int, target: int) -> None:
         counter = self._layout.counter(MOVE_COUNTER + self._card)
         with self._giving:
             self._num_moved += 1
@@ -151,6 +159,7 @@ class CardCopies:
         while wait_counter(at, count, abort, 0, LOOK_UP_NS) != WAIT_OK:
             if self._is_stopping() or counter_value(abort):
                 raise ValueError(f"h2d:{self._card}: stopped while blocks were moved")
+            self._copier.check()  # before the first step nobody else looks whether copies go on
 
     def close(self) -> None:
         """The ring belongs to the arena; the other end leaves it at an abort."""

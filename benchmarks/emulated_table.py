@@ -31,6 +31,7 @@ from shadowlane.planner.routing_files import read_trace
 from shadowlane.shapes import known_shapes, load_hardware, longest_context, shape_model
 
 ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "examples" / "hardware").glob("*.yaml"))
 ROOM = 4096
 CONTEXTS = (512, 3968)
 PROMPTS = (512, 2048, 8192, 32768)
@@ -48,6 +49,13 @@ def jobs_of(name: str) -> list[Job]:
     return decode + [
         Job("prefill", tokens, max(ROOM, tokens)) for tokens in PROMPTS if tokens <= most
     ]
+
+
+def world_of(name: str, file: Path) -> int:
+    """The seed of a pair: the same whichever pairs are asked for, however the file is named."""
+    machines = [each.stem for each in FILES]
+    number = machines.index(file.stem) if file.stem in machines else 0
+    return known_shapes().index(name) * len(FILES) + number
 
 
 def pair(name: str, file: Path, seed: int, routing: Path | None) -> Row:
@@ -283,8 +291,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", default=known_shapes(), metavar="NAME")
-    files = sorted((ROOT / "examples" / "hardware").glob("*.yaml"))
-    parser.add_argument("--machines", nargs="+", type=Path, default=files, metavar="FILE")
+    parser.add_argument("--machines", nargs="+", type=Path, default=FILES, metavar="FILE")
     parser.add_argument("--routing", nargs="+", default=[], metavar="MODEL=FILE")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="JSON lines, one for each pair")
     parser.add_argument(
@@ -300,15 +307,12 @@ def main() -> None:
     rows = kept([asked.keep]) if asked.keep else []
     done = {(row["model"], row["machine"]) for row in rows}
     began = time.monotonic()
-    all_shapes = known_shapes()
     total = len(asked.models) * len(asked.machines)
     for name in asked.models:
         for file in asked.machines:
             if (name, file.stem) in done:
                 continue
-            # The same world whichever pairs are asked for.
-            seed = all_shapes.index(name) * len(files) + (files.index(file) if file in files else 0)
-            rows.append(pair(name, file, seed, routing.get(name)))
+            rows.append(pair(name, file, world_of(name, file), routing.get(name)))
             if asked.keep:
                 with asked.keep.open("a") as out:
                     out.write(json.dumps(rows[-1]) + "\n")

@@ -74,6 +74,14 @@ def test_mixtures_are_held_against_what_is_tuned_for_them() -> None:
     assert "0 of 1 are at least 1.3; median 0.96" in first
 
 
+def test_worlds_are_those_of_the_machine_not_of_the_path_to_its_file() -> None:
+    from emulated_table import FILES, world_of
+
+    worlds = [world_of("mixtral-8x7b", Path("examples", "hardware", each.name)) for each in FILES]
+    assert worlds == [world_of("mixtral-8x7b", each) for each in FILES]
+    assert len(set(worlds)) == len(FILES)
+
+
 def test_a_pair_is_a_world_of_its_own_and_goes_on_from_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,18 @@ import numpy as np
 import pytest
 from cards import drawn, machine_with
 from fake_card import FakeDriver, FakeRuntime, fake_cards
-from inprocess import AMPLE, ONE_THREAD, InProcess, running, small_blocks
+from inprocess import AMPLE, ONE_THREAD, InProcess, collect, running, small_blocks
 from mortal import Mortal, MortalHost, end_of, hear
 from recording_memory import MAPPED
 from tiny import tiny_tokens
 
 from shadowlane.actors import cards_here as here
+from shadowlane.actors import engine as engines
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.hosts import Remote
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.placement import Placement, Request
+from shadowlane.planner.placement import Placement, Request, whole_pages
 
 OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
@@ -56,12 +59,15 @@ def expected(model: Path) -> tuple[list[int], np.ndarray]:
 
 @contextmanager
 def on_cards(
-    model: Path, first: Callable[[Catalog, Request], Placement], cards: int = 1
+    model: Path,
+    first: Callable[[Catalog, Request], Placement],
+    cards: int = 1,
+    options: Options = OPTIONS,
 ) -> Iterator[InProcess]:
     with running(
         model,
         ram=AMPLE,
-        options=OPTIONS,
+        options=options,
         cores=ONE_THREAD,
         first=first,
         cards=(CardSettings(1 << 30),) * cards,
@@ -142,6 +148,55 @@ def test_death_fails_the_running_and_spares_the_next(
         next(each for each in engine.engine.crew.all_lanes if each.name == lane).kill()
         assert end_of(request).error == f"{lane}: its process died"
         assert engine.generate(PROMPT) == expected[0]
+
+
+def test_what_a_card_had_cached_goes_with_its_lane(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values of the card are gone, so a later turn goes through all of its prompt."""
+    with (
+        fake_cards(monkeypatch, base=MortalScripted),
+        on_cards(model, drawn(2, 1), options=replace(OPTIONS, max_batch=2)) as engine,
+    ):
+        lane = engine.engine.crew.cards[0].target._lane  # type: ignore[attr-defined]
+        later = [*PROMPT, *engine.generate(PROMPT), 7, 8]
+        assert lane._operators.cache.layers
+        request = engine.submit(PROMPT[::-1], max_tokens=60)  # in the other slot
+        hear(request, 3)
+        engine.engine.crew.links[0].kill()
+        assert end_of(request).error == "h2d:0: its process died"
+        again = engine.submit(later, reuses_cache=True)
+        assert collect(again) == engine.generate(later)
+        assert again.timing.cached_tokens == 0
+
+
+def test_all_that_is_pinned_has_been_asked_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for blocks that may come to RAM later is pinned at the start, and so is taken then."""
+
+    def lean(catalog: Catalog, request: Request) -> Placement:
+        first = drawn(2, 1)(catalog, request)
+        kept = itertools.compress(catalog.blocks, first.resident)
+        return replace(first, weights_nbytes=whole_pages(sum(each.held_nbytes for each in kept)))
+
+    asked: list[int] = []
+    monkeypatch.setattr(engines, "check_room", asked.append)
+    with fake_cards(monkeypatch), on_cards(model, lean) as engine:
+        on_cards_nbytes = sum(card.kv_nbytes for card in engine.engine.placement.cards)
+        assert asked == [engine.engine.layout.nbytes - on_cards_nbytes]
+
+
+def test_a_card_that_cannot_be_loaded_is_told_of_in_a_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step has begun, so nobody else would notice that the copies have ended."""
+    with fake_cards(monkeypatch) as (driver,):
+        driver.failures["copy"] = "cudaErrorInvalidValue"
+        words = "h2d:0: blocks cannot be moved: copy: cudaErrorInvalidValue"
+        with pytest.raises(ValueError, match=words), on_cards(model, drawn(2, 1)):
+            pass
+        del driver.failures["copy"]
 
 
 @pytest.mark.parametrize(

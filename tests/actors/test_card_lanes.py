@@ -11,6 +11,7 @@ from cards import drawn, machine_with
 from inprocess import AMPLE, ONE_THREAD, cut, running, small_blocks, weights_nbytes
 from tiny import tiny_tokens
 
+from shadowlane.actors import engine as engines
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.spec import CardSettings, Emulated
 from shadowlane.planner.pins import catalog_homes
@@ -56,6 +57,27 @@ def test_any_placement_over_cards_gives_the_same_tokens(
         for card, part in enumerate(engine.engine.placement.cards):
             assert use[part.lane][0] > 0, "the card has worked"
             assert (use[f"h2d:{card}"][1] > 0) == bool(part.decode_sweep or part.prefill_sweep)
+
+
+def test_memory_of_emulated_cards_is_asked_for_here(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values, too: they lie in the arena, and are written there."""
+    asked: list[int] = []
+    monkeypatch.setattr(engines, "check_room", asked.append)
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        first=drawn(2, 1),
+        cards=(CardSettings(1 << 30),),
+        emulated=Emulated(machine_with(1)),
+    ) as engine:
+        placement, layout = engine.engine.placement, engine.engine.layout
+        assert placement.cards[0].kv_nbytes > 0
+        there = sum(card.total_nbytes for card in placement.cards)
+        assert asked == [layout.budget_start + placement.total_nbytes + there]
 
 
 @pytest.mark.parametrize("seed", range(4))
