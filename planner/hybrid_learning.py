@@ -7,6 +7,7 @@ large groups too slow and small ones too fast, and a plan of other groups would 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -108,10 +109,10 @@ def bend_of(model: Model, plan: Plan, hit_rate: HitRate, hits: float) -> float:
     count = sum(parts.values())
     low, high = BENDS
     for _ in range(20):
-        middle = (low * high) ** 0.5
+        middle = math.sqrt(low * high)
         expected = sum(each * bent(hit_rate, middle)(part) for part, each in parts.items()) / count
         low, high = (middle, high) if expected < hits else (low, middle)
-    return (low * high) ** 0.5
+    return math.sqrt(low * high)
 
 
 # -- lanes by themselves

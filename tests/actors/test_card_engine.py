@@ -160,7 +160,7 @@ def test_what_a_card_had_cached_goes_with_its_lane(
     ):
         lane = engine.engine.crew.cards[0].target._lane  # type: ignore[attr-defined]
         later = [*PROMPT, *engine.generate(PROMPT), 7, 8]
-        assert lane._operators.cache.layers
+        assert lane._computer.operators.cache.layers
         request = engine.submit(PROMPT[::-1], max_tokens=60)  # in the other slot
         hear(request, 3)
         engine.engine.crew.links[0].kill()
