@@ -7,8 +7,9 @@ that stands for that of the card.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import inprocess
@@ -22,8 +23,12 @@ from shadowlane.actors.hosts import CardLaneHost, Remote, _LocalRemote
 CARD_NBYTES = 4 << 30  # of which only what is touched is really taken
 
 
+# Triton's interpreter patches what all threads share: one kernel at a time.
+interpreting = threading.Lock()
+
+
 class FakeRuntime:
-    uses_triton = False  # its interpreter patches what all threads share, and is slow
+    uses_triton = False  # its interpreter is slow
 
     def __init__(self, driver: RecordingDriver) -> None:
         self.driver = driver
@@ -31,7 +36,7 @@ class FakeRuntime:
 
     def launch(self, stream: int, work: Callable[[], None]) -> None:
         def kernel() -> None:
-            with torch.inference_mode():
+            with torch.inference_mode(), interpreting if self.uses_triton else nullcontext():
                 try:
                     work()
                 except BaseException as error:  # a card would report it at the next call
