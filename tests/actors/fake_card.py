@@ -48,6 +48,9 @@ class FakeRuntime:
         host = self.driver.host_address(address, nbytes)
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(host), dtype=torch.uint8)
 
+    def close(self) -> None:
+        assert not self.driver.stuck()
+
 
 class FakeDriver(RecordingDriver):
     """A recording driver of one card, and what its kernels failed with."""
