@@ -1,8 +1,9 @@
 """Activations that a card and the arena exchange, by kernels that read and write it in place.
 
-Never by a copy engine, where they would queue behind weights. What crosses when is in
-`exchange.py`; here is where it lies on both sides. Of a layer's experts two things cross: what the
-router chose, and the rows of the pairs that this card computes, each to its own place.
+Never by a copy engine, where they would queue behind weights; the same goes for what a step is
+about. What crosses when is in `exchange.py`; here is where it lies on both sides. Of a layer's
+experts two things cross: what the router chose, and the rows of the pairs that this card computes,
+each to its own place.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import numpy as np
 import torch
 
-from shadowlane.actors.arena import Arena, ArenaLayout
+from shadowlane.actors.arena import RECORD_RING, Arena, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.cuda.pinned import PinnedMemory
 from shadowlane.actors.cuda.runtime import CardRuntime
@@ -37,6 +38,7 @@ SHARED = (  # buffers that lanes exchange
     "expert_output",
     "expert_output_chunk",
 )
+ROW_FIELDS = ("tokens", "positions", "sequences")  # of a record, a number for each row
 WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -58,6 +60,8 @@ class Activations:
             )
             for name in SHARED
         }
+        records = RECORD_RING * layout.record_nbytes
+        self._records = runtime.view(pinned.mapped(arena.base + layout.records), records, None)
 
     def _view(
         self, runtime: CardRuntime, pinned: PinnedMemory, name: str, nbytes: int
@@ -70,8 +74,28 @@ class Activations:
 
     def close(self) -> None:
         self._shared = {}
+        self._records = torch.empty(0)
 
     # -- kernels; call them where a stream is being given work
+
+    def fetch_record(self, operators: CardOperators, step: int, rows: StepRows) -> None:
+        """What a step is about."""
+        inputs, counts = operators.inputs, dict.fromkeys(ROW_FIELDS, rows.num_rows)
+        for name, count in {**counts, "logit_rows": rows.num_logits}.items():
+            if count:
+                getattr(inputs, name)[:count].copy_(self._field(step, name, count))
+        inputs.pages.copy_(self._field(step, "pages", *inputs.pages.shape))
+        for name in ("inv_freq", "scaling"):
+            target: torch.Tensor = getattr(inputs, name)
+            _copy(target.view(torch.int32), self._field(step, name, *target.shape))
+
+    def _field(self, step: int, name: str, *shape: int) -> torch.Tensor:
+        """Part of a step's record, int32; floats as they lie."""
+        start = (step % RECORD_RING) * self._layout.record_nbytes + self._layout.record_offsets[
+            name
+        ]
+        data = self._records[start : start + 4 * math.prod(shape)]
+        return data.view(torch.int32).view(shape)
 
     def fetch(
         self, operators: CardOperators, group: str, spans: tuple[Span, ...], rows: StepRows

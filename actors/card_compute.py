@@ -8,16 +8,21 @@ thread waits for the router (a processor's counter, nothing of the card), and re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from shadowlane.actors.arena import Arena, ArenaLayout
+from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.card_activations import Activations
 from shadowlane.actors.card_program import CardInstruction, CardProgram, LayerExperts
-from shadowlane.ops.card.buffers import StepRows
+from shadowlane.actors.cuda.runtime import CardRuntime
+from shadowlane.ops import table as t
+from shadowlane.ops.card.buffers import CardGeometry, StepRows
 from shadowlane.ops.card.operators import CardOperators
 from shadowlane.ops.card.products import CardBlock
 
@@ -25,6 +30,47 @@ if TYPE_CHECKING:
     from shadowlane.ops.card.kernels_triton import ExpertTable
 
 GENERATIONS = 3  # placements that are held at the same time: in force, to come, on its way out
+
+
+def make_operators(
+    blueprint: Blueprint,
+    layout: ArenaLayout,
+    arena: Arena,
+    runtime: CardRuntime,
+    kv_heads: Mapping[int, tuple[int, int]],
+) -> CardOperators:
+    """A model's operators on a card. kv_heads: by layer those that it attends with, [first, last).
+
+    The constants must be in the arena.
+    """
+    options = blueprint.options
+    constants = {
+        source.name: arena.view(
+            layout.constant_offsets[source.name], np.float32, math.prod(source.shape)
+        ).reshape(source.shape)
+        for source in blueprint.constants
+    }
+    return CardOperators(
+        blueprint.config,
+        blueprint.groups,
+        constants,
+        CardGeometry(
+            decode_rows=t.MAX_DECODE_ROWS,
+            chunk_rows=layout.subchunks * options.prefill_chunk,
+            logit_rows=options.step_logits,
+            sequences=options.max_batch,
+            pages_per_sequence=layout.max_pages,
+            num_pages=layout.num_pages,
+            page_tokens=blueprint.catalog.page_tokens,
+        ),
+        dtype=blueprint.dtype,
+        device=runtime.device,
+        embedding_layout=blueprint.embedding.layout,
+        kv_layout=blueprint.kv_layout,
+        kv_heads=kv_heads,
+        rope_interleaved=blueprint.rope_interleaved,
+        uses_triton=runtime.uses_triton,
+    )
 
 
 class ExpertTables:
@@ -72,6 +118,11 @@ class CardComputer:
         if each.brought or (each.experts is not None and not each.experts.is_aligned):
             return False
         return self.operators.reads_device_alone(each.group)
+
+    def begin(self, step: int, rows: StepRows) -> None:
+        """What all instructions of a step share."""
+        self._activations.fetch_record(self.operators, step, rows)
+        self.operators.begin(rows)
 
     def compute(
         self,

@@ -9,7 +9,6 @@ context and one set of pinned pages is enough.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -29,7 +28,7 @@ from shadowlane.actors.arena import (
 )
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.card_activations import Activations
-from shadowlane.actors.card_compute import CardComputer
+from shadowlane.actors.card_compute import CardComputer, make_operators
 from shadowlane.actors.card_copier import Regions
 from shadowlane.actors.card_full import CardFull
 from shadowlane.actors.card_graphs import Graph, Kind, StepGraphs, cut_segments
@@ -52,8 +51,7 @@ from shadowlane.actors.cuda.streams import CardStreams
 from shadowlane.actors.cuda.watchdog import Watchdog
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, counter_value, wait_counter
-from shadowlane.ops.card.buffers import CardGeometry, StepRows
-from shadowlane.ops.card.operators import CardOperators
+from shadowlane.ops.card.buffers import StepRows
 from shadowlane.ops.card.products import CardBlock
 from shadowlane.planner.placement import Placement, show_nbytes
 from shadowlane.planner.profile import Phase
@@ -176,8 +174,9 @@ class CardLane:
         with self._adopting:
             is_first = self._computer is None
             if self._computer is None:
+                where = (self._blueprint, self._layout, self._arena, self._runtime)
                 try:
-                    operators = self._make_operators(_heads_of(compiled.values()))
+                    operators = make_operators(*where, _heads_of(compiled.values()))
                 except torch.OutOfMemoryError:
                     raise self._full("of keys, values and activations") from None
                 self._computer = CardComputer(operators, self._activations, self._memory)
@@ -235,37 +234,6 @@ class CardLane:
         if not self.streams.drain(WARM_UP_S):
             raise CudaError("warming up", f"work is left after {WARM_UP_S:g} s")
 
-    def _make_operators(self, kv_heads: Mapping[int, tuple[int, int]]) -> CardOperators:
-        blueprint, layout = self._blueprint, self._layout
-        options = blueprint.options
-        constants = {
-            source.name: self._arena.view(
-                layout.constant_offsets[source.name], np.float32, math.prod(source.shape)
-            ).reshape(source.shape)
-            for source in blueprint.constants
-        }
-        return CardOperators(
-            blueprint.config,
-            blueprint.groups,
-            constants,
-            CardGeometry(
-                decode_rows=t.MAX_DECODE_ROWS,
-                chunk_rows=layout.subchunks * options.prefill_chunk,
-                logit_rows=options.step_logits,
-                sequences=options.max_batch,
-                pages_per_sequence=layout.max_pages,
-                num_pages=layout.num_pages,
-                page_tokens=blueprint.catalog.page_tokens,
-            ),
-            dtype=blueprint.dtype,
-            device=self._runtime.device,
-            embedding_layout=blueprint.embedding.layout,
-            kv_layout=blueprint.kv_layout,
-            kv_heads=kv_heads,
-            rope_interleaved=blueprint.rope_interleaved,
-            uses_triton=self._runtime.uses_triton,
-        )
-
     def stop(self) -> None:
         self._stopping.set()
 
@@ -276,6 +244,7 @@ class CardLane:
         self._computer, self._programs, self._blocks = None, {}, {}
         self._activations.close()
         self._memory = torch.empty(0)
+        self._runtime.close()
 
     def _close_graphs(self) -> None:
         if self._graphs is not None:
@@ -344,7 +313,7 @@ class CardLane:
 
     def _submit_step(self, number: int) -> None:
         """Give the stream a step. It ends early at an abort."""
-        step = read_step(self._arena, self._layout, self._blueprint, number)
+        step = read_step(self._arena, self._layout, number)
         program = self._programs.get((step.placement_id, step.phase))
         if program is None:
             raise RuntimeError(f"no program for placement {step.placement_id}")
@@ -353,7 +322,7 @@ class CardLane:
         computer = self._computer
         assert computer is not None, "made with the first program"
         graphs = self._captured(computer, program, step)
-        self._start(partial(step.begin, computer.operators))
+        self._start(partial(computer.begin, number, step.rows))
         base = int(step.header[t.LANE_BASE + self.number])
         at = 0
         while at < len(program.instructions):

@@ -32,6 +32,10 @@ class CardRuntime(Protocol):
         """Memory that the card sees at an address, uint8 [nbytes]; it keeps `owner` alive."""
         ...
 
+    def close(self) -> None:
+        """Give back what kernels had between them; no stream may have work left."""
+        ...
+
 
 class CudaRuntime:
     """Torch on one CUDA card. Its ordinal is this process's, as CUDA_VISIBLE_DEVICES has it."""
@@ -53,16 +57,29 @@ class CudaRuntime:
         torch.cuda.set_device(ordinal)
         self.device = torch.device("cuda", ordinal)
         self._streams: dict[int, Any] = {}
+        # NOTE: graphs go on using the memory that their kernels were given when they were captured.
+        # In a pool of its own none of it goes elsewhere, not even where memory runs out.
+        self._pool: Any = torch.cuda.MemPool()
 
     def launch(self, stream: int, work: Callable[[], None]) -> None:
         import torch
 
         if stream not in self._streams:
             self._streams[stream] = torch.cuda.ExternalStream(stream, device=self.device)
-        with torch.inference_mode(), torch.cuda.stream(self._streams[stream]):
+        with (
+            torch.inference_mode(),
+            torch.cuda.stream(self._streams[stream]),
+            torch.cuda.use_mem_pool(self._pool, self.device),
+        ):
             work()
 
     def view(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
         import torch
 
         return torch.as_tensor(ArrayOnCard(address, nbytes, owner), device=self.device)
+
+    def close(self) -> None:
+        import torch
+
+        self._pool = None
+        torch.cuda.empty_cache()

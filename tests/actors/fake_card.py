@@ -7,8 +7,9 @@ that stands for that of the card.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import inprocess
@@ -22,8 +23,12 @@ from shadowlane.actors.hosts import CardLaneHost, Remote, _LocalRemote
 CARD_NBYTES = 4 << 30  # of which only what is touched is really taken
 
 
+# Triton's interpreter patches what all threads share: one kernel at a time.
+interpreting = threading.Lock()
+
+
 class FakeRuntime:
-    uses_triton = False  # its interpreter patches what all threads share, and is slow
+    uses_triton = False  # its interpreter is slow
 
     def __init__(self, driver: RecordingDriver) -> None:
         self.driver = driver
@@ -33,7 +38,7 @@ class FakeRuntime:
         self.driver.refuse_launch()
 
         def kernel() -> None:
-            with torch.inference_mode():
+            with torch.inference_mode(), interpreting if self.uses_triton else nullcontext():
                 try:
                     work()
                 except BaseException as error:  # a card would report it at the next call
@@ -44,6 +49,9 @@ class FakeRuntime:
     def view(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
         host = self.driver.host_address(address, nbytes)
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(host), dtype=torch.uint8)
+
+    def close(self) -> None:
+        assert not self.driver.stuck()
 
 
 class FakeDriver(RecordingDriver):

@@ -290,10 +290,10 @@ class RecordingDriver(RecordingMemory):
         self._streams[stream].captured = []
 
     def end_capture(self, stream: int) -> int:
-        self._record("end_capture", stream)
         calls = self._streams[stream].captured
         assert calls is not None
-        self._streams[stream].captured = None
+        self._streams[stream].captured = None  # also where what was captured is no graph
+        self._record("end_capture", stream)
         number = self._number()
         self._graphs[number] = calls
         return number

@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from card_layouts import needs_interpreter
 from cards import drawn, machine_with
-from fake_card import fake_cards
+from fake_card import FakeRuntime, fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running, small_blocks
 from mixture_files import write_published_gpt_oss
 from test_experts_run import MANY
 from tiny import tiny_tokens
 
+from shadowlane.actors import card_lane
 from shadowlane.actors.blueprint import Options
+from shadowlane.actors.card_activations import Activations
 from shadowlane.actors.card_graphs import cut_segments
 from shadowlane.actors.card_lane import CardLane
 from shadowlane.actors.card_program import CardInstruction, CounterWait
@@ -30,6 +33,7 @@ from shadowlane.planner.search import SPARE_EXPERTS
 OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 TOLERANCE = 3e-4  # float32, in another order of addition
+PACKED_TOLERANCE = 0.1  # of packed weights; processors round inputs to bytes
 FAMILIES = ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"]
 
 
@@ -83,12 +87,14 @@ def test_any_experts_on_cards_give_the_same_tokens(
         model = tiny_model(family)
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         tokens, logits = engine.generate(PROMPT, 16), engine.logits(PROMPT)
+    tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE
     for seed, cards, slots in ((0, 1, None), (3, 2, few_slots(model)), (2, 1, few_slots(model))):
         first = drawn(seed, cards, slots, embeds=seed == 3)
         with fake_cards(monkeypatch, cards), on_cards(model, first, cards) as engine:
             placement = engine.engine.placement
-            assert engine.generate(PROMPT, 16) == tokens
-            assert np.abs(engine.logits(PROMPT) - logits).max() <= TOLERANCE
+            found = engine.generate(PROMPT, 16)
+            assert found == tokens or family == "published"
+            assert np.abs(engine.logits(PROMPT) - logits).max() <= tolerance
             use = engine.engine.gauges.expert_use()
             assert bool(use.on_cards) == bool(placement.experts_on_cards)
 
@@ -106,6 +112,41 @@ def test_requests_that_share_steps(
     with fake_cards(monkeypatch, 2), on_cards(model, first, 2, options) as engine:
         together = [engine.submit(prompt, 10) for prompt in prompts]
         assert [collect(sequence) for sequence in together] == alone
+
+
+@needs_interpreter
+def test_experts_that_are_found_on_the_card(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's kernels look up what was chosen, from captured pieces too; the host never knows."""
+    model = tiny_model("mixtral", num_hidden_layers=2)
+    prompt = PROMPT[:20]
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens = engine.generate(prompt, 6)
+    monkeypatch.setattr(FakeRuntime, "uses_triton", True)  # interpreted, which takes its time
+    monkeypatch.setattr(card_lane, "MOST_FEW", (1,))
+    asked: list[int] = []
+    choice = Activations.choice
+
+    def noted(self: Activations, layer: int, count: int) -> np.ndarray:
+        asked.append(count)
+        return choice(self, layer, count)
+
+    monkeypatch.setattr(Activations, "choice", noted)
+    first = drawn(0, 1, few_slots(model))
+    with fake_cards(monkeypatch), on_cards(model, first) as engine:
+        assert engine.generate(prompt, 6) == tokens
+        lane, placement = lane_of(engine), engine.engine.placement
+        assert lane._graphs is not None
+        (kind,) = lane._graphs._graphs
+        program = lane._programs[placement.placement_id, "decode"]
+        groups = [
+            each.group
+            for first_of, graph in lane._graphs.of(kind).items()
+            for each in program.instructions[first_of : graph.end]
+        ]
+        assert {group.partition(".")[2] for group in groups} >= {"experts", "attn"}
+        assert set(asked) == {20}, "of the prompt alone"
 
 
 def test_moving_experts_while_tokens_are_made(
@@ -204,22 +245,23 @@ def test_decode_steps_are_replayed_in_pieces(
     model = tiny_model(MANY)
     with fake_cards(monkeypatch) as (driver,), on_cards(model, drawn(2, 1)) as engine:
         tokens = engine.generate(PROMPT, 12)
-        lane = lane_of(engine)
-        (kind,) = lane._graphs._graphs  # type: ignore[union-attr]
+        graphs = lane_of(engine)._graphs
+        assert graphs is not None
+        (kind,) = graphs._graphs
         assert (kind.num_decode, kind.num_logits) == (1, 1)
-        num_graphs = len(lane._graphs.of(kind))  # type: ignore[union-attr]
         before = len(driver.calls)
         assert engine.generate(PROMPT, 12) == tokens
         names = [name for name, _ in driver.calls[before:]]
-        assert names.count("launch_graph") >= 11 * num_graphs > 0
+        assert names.count("launch_graph") == 11 * len(graphs.of(kind)) > 0
         assert "begin_capture" not in names, "once is enough"
         assert "allocate" not in names
-    failures = {"end_capture": "cudaErrorStreamCaptureInvalidated"}
-    with fake_cards(monkeypatch, failures=failures), on_cards(model, drawn(2, 1)) as engine:
+    with fake_cards(monkeypatch) as (driver,), on_cards(model, drawn(2, 1)) as engine:
+        driver.failures["end_capture"] = "cudaErrorStreamCaptureInvalidated"
         assert engine.generate(PROMPT, 12) == tokens
         graphs = lane_of(engine)._graphs
         assert graphs is not None
         assert "Invalidated" in (graphs.why_not or "")
+        assert "launch_graph" not in driver.names()
 
 
 def test_pieces_end_where_somebody_waits() -> None:
