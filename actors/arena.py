@@ -202,6 +202,7 @@ def plan_layout(
     is_emulated: lanes take the time of another machine, and its cards' memory is here too.
     """
     from shadowlane.actors.copy_ring import ring_nbytes  # which needs an arena itself
+    from shadowlane.actors.held_heads import spare_nbytes
 
     threads = [lane.threads for lane in placement.lanes]
     config = blueprint.config
@@ -280,7 +281,7 @@ def plan_layout(
     landing = take(landing_nbytes)
     pinned_weights = (weights, cursor - weights)
     cards = tuple(
-        _own_memory(card)
+        _own_memory(card, spare_nbytes(blueprint))
         if are_here
         else CardLayout(
             lane=card.lane,
@@ -339,9 +340,12 @@ def plan_layout(
     )
 
 
-def _own_memory(card: CardPart) -> CardLayout:
-    """Of a card that is here: its ring, then weights; keys and values are allocated apart."""
-    room = card.budget - card.slots_nbytes - card.kv_nbytes
+def _own_memory(card: CardPart, spare: int) -> CardLayout:
+    """Of a card that is here: its ring, then weights, keys and values, wherever there is room.
+
+    spare: bytes for what a plan does not count of keys and values.
+    """
+    room = card.budget - card.slots_nbytes + spare
     return CardLayout(
         lane=card.lane,
         ring=0,

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from shadowlane.actors.arena import Arena
-from shadowlane.actors.copier import CHUNK_NBYTES, StreamCopier, Way
+from shadowlane.actors.copier import CHUNK_NBYTES, About, StreamCopier, Way
 from shadowlane.actors.cuda.devices import find_devices
 from shadowlane.actors.cuda.driver import CudaError, Driver
 from shadowlane.actors.cuda.memory import CardMemory, CardMemoryHandle
@@ -110,9 +110,19 @@ class CardCopier:
         self._copier.wait(counter, value)
 
     def copy(
-        self, source: int, target: int, nbytes: int, counter: int, value: int, way: Way = "h2d"
+        self,
+        source: int,
+        target: int,
+        nbytes: int,
+        counter: int,
+        value: int,
+        way: Way = "h2d",
+        about: About = (0, 0),
     ) -> None:
-        self._copier.copy(source, target, nbytes, counter, value, way)
+        self._copier.copy(source, target, nbytes, counter, value, way, about)
+
+    def look(self) -> bool:
+        return self._copier.look()
 
     def close(self) -> None:
         """Release what waits, and give all back; the owner of the memory must still be there."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
@@ -29,6 +30,7 @@ from shadowlane.actors.arena import (
     ArenaLayout,
 )
 from shadowlane.actors.blueprint import Blueprint
+from shadowlane.actors.card_clock import LinkTimes, StepTimes, StreamClock
 from shadowlane.actors.card_copier import Regions
 from shadowlane.actors.card_full import CardFull
 from shadowlane.actors.card_program import (
@@ -45,9 +47,11 @@ from shadowlane.actors.cuda.memory import CardMemory
 from shadowlane.actors.cuda.runtime import CardRuntime
 from shadowlane.actors.cuda.streams import CardStreams
 from shadowlane.actors.cuda.watchdog import Watchdog
+from shadowlane.actors.held_heads import Heads, page_nbytes
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, counter_value, wait_counter
 from shadowlane.ops.card.buffers import CardGeometry, StepRows
+from shadowlane.ops.card.cache import KvCache
 from shadowlane.ops.card.operators import CardOperators
 from shadowlane.ops.card.products import CardBlock
 from shadowlane.ops.card.shares import Span, of_width
@@ -56,6 +60,8 @@ from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program
 
 LOOK_UP_NS = 100_000_000
+SOON_NS = 1_000_000  # while a step runs, whose times are to be noted
+LOOK_S = 50e-6  # at a stream whose end is waited for, between two steps
 JOIN_S = 5.0  # what the copy thread may take to see that all ends
 SHARED = (  # buffers that lanes exchange
     "residual",
@@ -104,6 +110,7 @@ class CardLane:
         self._last_step = counter_value(self._address(STEP_COUNTER))
         self.error: str | None = None
         self._ordinal = ordinal
+        self._clocks: list[StreamClock] = []
         with ExitStack() as closing:
             self._open(closing)
             self._closing = closing.pop_all()
@@ -130,6 +137,7 @@ class CardLane:
             raise MemoryError(f"{self.name}: activations cannot be pinned: {access.reason}")
         abort = arena.base + layout.abort
         self.access = access
+        closing.callback(self._close_clocks)  # after the streams that they are about
         self.streams = CardStreams(driver, ordinal, access.pinned, abort, arena.base + words)
         closing.callback(self.streams.close)
         self._stream = self.streams.open()
@@ -141,10 +149,20 @@ class CardLane:
             closing.callback(Bells(self._address(each) for each in rung).close)
         self._memory = self._runtime.view(memory.address, memory.nbytes, memory)
         self._shared = {name: self._shared_view(name) for name in SHARED}
-        copier = StreamCopier(copying, arena, memory, layout.abort, staging=access.staging)
+        self._clocks = [StreamClock(driver, each) for each in (self._stream, copying)]
+        groups = {group.name: place for place, group in enumerate(self._blueprint.catalog.groups)}
+        self._times = StepTimes(arena, layout, self.number, groups, self._clocks[0])
+        times = LinkTimes(arena, layout, self.card, self._clocks[1])
+        copier = StreamCopier(
+            copying, arena, memory, layout.abort, staging=access.staging, times=times
+        )
         ring = CopyRing(arena, layout.copy_rings[self.card], layout.abort)
         self._copies = CopyThread(ring, copier, lambda: driver.set_device(ordinal))
         closing.callback(self._end_copies)
+
+    def _close_clocks(self) -> None:
+        for clock in self._clocks:
+            clock.close()
 
     def _shared_view(self, name: str) -> torch.Tensor:
         """A buffer of the arena as the card sees it, uint8 and flat."""
@@ -163,11 +181,12 @@ class CardLane:
         placement: Placement,
         programs: Mapping[Phase, Mapping[str, Program]],
         homes: Mapping[int, int],
+        heads: Mapping[Heads, int],
     ) -> int:
         """Make a placement ready. Returns its id, as acknowledgement.
 
-        programs: of all lanes, by phase; homes: where on the card the blocks lie that live there.
-        Raises ValueError for one that wants other keys and values on the card than it holds.
+        programs: of all lanes, by phase; homes: where on the card the blocks lie that live there;
+        heads: where the KV heads of the placement in force do.
         """
         compiled: dict[Phase, CardProgram] = {}
         for phase in ("decode", "prefill"):
@@ -184,14 +203,11 @@ class CardLane:
         with self._adopting:
             if self._operators is None:
                 try:
-                    self._operators = self._make_operators(_heads_of(compiled.values()))
+                    self._operators = self._make_operators()
                 except torch.OutOfMemoryError:
-                    raise self._full("of keys, values and activations") from None
-            held = self._operators.cache.layers
-            for layer, (first, last) in _heads_of(compiled.values()).items():
-                there = held.get(layer)
-                if there is None or not there.first <= first <= last <= there.last:
-                    raise ValueError(f"KV heads {first} to {last} of layer {layer} are elsewhere")
+                    raise self._full("of activations") from None
+                for each, home in heads.items():
+                    self._operators.cache.hold_in(*each, self._home_of(each, home))
         new = {(placement.placement_id, phase): each for phase, each in compiled.items()}
         self._programs = {**self._programs, **new}
         return placement.placement_id
@@ -202,7 +218,71 @@ class CardLane:
             key: value for key, value in self._programs.items() if key[0] != placement_id
         }
 
-    def _make_operators(self, kv_heads: Mapping[int, tuple[int, int]]) -> CardOperators:
+    # -- keys and values, between two steps
+
+    def leave_cached(self, layers: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy what the card has cached of these layers, in these pages, to the arena."""
+        cache = self._cache
+
+        def work() -> None:
+            places = torch.as_tensor(pages, device=self._runtime.device)
+            for layer in layers:
+                held = cache.layers[layer]
+                theirs = self._cached_in_ram(layer)[:, :, held.first : held.last]
+                theirs[pages] = cache.read_pages(layer, places).cpu().numpy()
+
+        self._do_between_steps(work)
+
+    def take_cached(
+        self, dropped: Sequence[int], heads: Mapping[Heads, int | None], pages: Sequence[int]
+    ) -> None:
+        """Hold these heads from now on, with what the arena has cached of them in these pages.
+
+        dropped: layers whose heads the card has no more; heads: where each lies on the card, None:
+        in memory beside its budget, which has no piece that is large enough.
+        """
+        cache = self._cache
+
+        def work() -> None:
+            places = torch.as_tensor(pages, device=self._runtime.device)
+            for layer in [*dropped, *(each.layer for each in heads)]:
+                cache.layers.pop(layer, None)
+            for each, home in heads.items():
+                cache.hold_in(*each, self._home_of(each, home))
+                ours = self._cached_in_ram(each.layer)[pages, :, each.first : each.last]
+                cached = torch.from_numpy(ours).to(self._runtime.device)
+                cache.write_pages(each.layer, places, cached)
+
+        self._do_between_steps(work)
+
+    @property
+    def _cache(self) -> KvCache:
+        assert self._operators is not None, "made with the first program"
+        return self._operators.cache
+
+    def _home_of(self, heads: Heads, home: int | None) -> torch.Tensor:
+        nbytes = self._cache.nbytes(heads.last - heads.first)
+        if home is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._runtime.device)
+        return self._memory[home : home + nbytes]
+
+    def _cached_in_ram(self, layer: int) -> np.ndarray:
+        """A layer's pages in the arena: uint8 [pages, keys or values, heads, page bytes]."""
+        blueprint, layout = self._blueprint, self._layout
+        head_nbytes = page_nbytes(blueprint) // 2
+        heads = blueprint.config.num_kv_heads
+        shape = layout.num_pages, 2, heads, head_nbytes
+        at = layout.kv + layer * layout.num_pages * 2 * heads * head_nbytes
+        return self._arena.view(at, np.uint8, *shape)
+
+    def _do_between_steps(self, work: Callable[[], None]) -> None:
+        """Do something on the stream of the steps, and wait until it is done."""
+        self._runtime.driver.set_device(self._ordinal)  # of this thread
+        self._start(work)
+        while not self._stream.is_idle():
+            time.sleep(LOOK_S)
+
+    def _make_operators(self) -> CardOperators:
         blueprint, layout = self._blueprint, self._layout
         options = blueprint.options
         constants = {
@@ -228,7 +308,6 @@ class CardLane:
             device=self._runtime.device,
             embedding_layout=blueprint.embedding.layout,
             kv_layout=blueprint.kv_layout,
-            kv_heads=kv_heads,
             rope_interleaved=blueprint.rope_interleaved,
             uses_triton=self._runtime.uses_triton,
         )
@@ -293,7 +372,9 @@ class CardLane:
         step = self._last_step
         self._runtime.driver.set_device(self._ordinal)  # of this thread
         while not self._stopping.is_set():
-            status = wait_counter(steps, step + 1, abort, 0, LOOK_UP_NS)
+            self._times.read()
+            look_up_ns = SOON_NS if self._times.is_pending else LOOK_UP_NS
+            status = wait_counter(steps, step + 1, abort, 0, look_up_ns)
             if self._copies.error is not None and status == WAIT_TIMED_OUT:
                 raise CudaError("copying", self._copies.error)
             self._stream.is_idle()  # raises what a thread of its has failed with
@@ -314,6 +395,7 @@ class CardLane:
         program = self._programs.get((int(header[t.PLACEMENT]), phase))
         if program is None:
             raise RuntimeError(f"no program for placement {int(header[t.PLACEMENT])}")
+        self._times.begin(step, is_last=not program.instructions)
         if not program.instructions:
             return
         operators = self._operators
@@ -325,9 +407,13 @@ class CardLane:
             for wait in each.waits:
                 value = int(header[wait.base]) + wait.rel
                 self._stream.wait_counter(self._address(wait.number), value)
+            if each.waits:
+                self._times.resume(step)
             if not live[t.IS_VOID]:  # of a void step the rest only retires
                 blocks = (*each.resident, *self._brought(each, header))
                 self._start(partial(self._compute, operators, each, blocks, rows))
+            is_last = ordinal + 1 == len(program.instructions)
+            self._times.end(step, each.group, is_last=is_last)
             self._stream.write_counter(self._address(self.number), base + ordinal + 1)
 
     def _start(self, work: Callable[[], None]) -> None:
@@ -445,13 +531,3 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     it would queue behind weights."""
     if target.numel():
         torch.bitwise_or(source, 0, out=target)
-
-
-def _heads_of(programs: Iterable[CardProgram]) -> dict[int, tuple[int, int]]:
-    """KV heads by layer that any of these programs attends with."""
-    found: dict[int, tuple[int, int]] = {}
-    for program in programs:
-        for layer, (first, last) in program.kv_heads.items():
-            before = found.get(layer, (first, last))
-            found[layer] = min(before[0], first), max(before[1], last)
-    return found

@@ -23,13 +23,11 @@ from shadowlane.actors.arena import (
     ArenaLayout,
 )
 from shadowlane.actors.copier import Copier
+from shadowlane.actors.link_statistics import BUSY_NS, NUM_SPANS
 from shadowlane.ops import emulated as law
 from shadowlane.ops.atomics import WAIT_OK, counter_value, now_ns, publish, wait_counter
 
 LOOK_UP_NS = 100_000_000
-
-# fields of the lane's statistics, int64
-SWEEP_NBYTES, MOVED_NBYTES, BUSY_NS, NUM_SPANS = range(4)
 
 
 class Copies(Protocol):
@@ -47,6 +45,10 @@ class Copies(Protocol):
 
     def move(self, block: int, nbytes: int, source: int, target: int) -> None:
         """Copy beside the sweep; returns when all is there. Raises ValueError at an abort."""
+        ...
+
+    def look(self) -> None:
+        """Write down what has been done since the last look; often enough to be up to date."""
         ...
 
     def close(self) -> None: ...
@@ -84,6 +86,9 @@ class EmulatedCopies:
         """
         self._copy(block, nbytes, source, target, step=0)
 
+    def look(self) -> None:
+        """All is written down as it happens."""
+
     def close(self) -> None:
         """Nothing is held here."""
 
@@ -108,10 +113,7 @@ class EmulatedCopies:
 
 
 class CardCopies:
-    """By a copier, which takes waits and copies ahead and has the card do them in order.
-
-    What the link was busy with is not known here: only counters say that a copy is done.
-    """
+    """By a copier, which takes waits and copies ahead and has the card do them in order."""
 
     def __init__(
         self,
@@ -139,18 +141,24 @@ class CardCopies:
     ) -> None:
         counter = self._layout.counter(LINK_COUNTER + self._card)
         with self._giving:
-            self._copier.copy(source, target, nbytes, counter, count)
+            self._copier.copy(source, target, nbytes, counter, count, about=(step, block))
+            self._copier.look()
 
     def move(self, block: int, nbytes: int, source: int, target: int) -> None:
         counter = self._layout.counter(MOVE_COUNTER + self._card)
         with self._giving:
             self._num_moved += 1
             count = self._num_moved
-            self._copier.copy(source, target, nbytes, counter, count)
+            self._copier.copy(source, target, nbytes, counter, count, about=(0, block))
         at, abort = self._arena.base + counter, self._arena.base + self._layout.abort
         while wait_counter(at, count, abort, 0, LOOK_UP_NS) != WAIT_OK:
             if self._is_stopping() or counter_value(abort):
                 raise ValueError(f"h2d:{self._card}: stopped while blocks were moved")
+        self.look()
+
+    def look(self) -> None:
+        with self._giving:
+            self._copier.look()
 
     def close(self) -> None:
         """The ring belongs to the arena; the other end leaves it at an abort."""

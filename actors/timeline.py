@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from shadowlane.actors.link_statistics import KEYS_AND_VALUES
 from shadowlane.planner.catalog import Catalog
 
 FIRST_PROCESS = {"cpu": 1, "gpu": 20, "h2d": 40, "disk": 100}
@@ -67,6 +68,8 @@ def _process(lane: str) -> int:
 
 def _read_of(catalog: Catalog, number: int) -> str:
     """What a read was of: a block's group, or, behind all blocks, an expert by its key."""
+    if number == KEYS_AND_VALUES:
+        return "keys and values"
     key = number - len(catalog.blocks)
     if key < 0 or catalog.experts is None:
         return catalog.blocks[number].group

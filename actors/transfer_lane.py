@@ -27,23 +27,13 @@ from shadowlane.actors.arena import (
 )
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.copy_ring import CopyRing, RingCopier
-from shadowlane.actors.link_copies import (
-    BUSY_NS,
-    LOOK_UP_NS,
-    MOVED_NBYTES,
-    NUM_SPANS,
-    SWEEP_NBYTES,
-    CardCopies,
-    Copies,
-    EmulatedCopies,
-)
+from shadowlane.actors.link_copies import LOOK_UP_NS, CardCopies, Copies, EmulatedCopies
+from shadowlane.actors.link_statistics import KEYS_AND_VALUES, MOVED_NBYTES, SWEEP_NBYTES
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import counter_value, wait_counter
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program, Read
-
-__all__ = ["BUSY_NS", "MOVED_NBYTES", "NUM_SPANS", "SWEEP_NBYTES", "TransferLane"]
 
 Span = Callable[[str], AbstractContextManager[object]]
 
@@ -136,6 +126,14 @@ class TransferLane:
             moved += nbytes
         return moved
 
+    def move_cached(self, nbytes: int) -> None:
+        """Take the time of keys and values that come to an emulated card, or leave it.
+
+        Their bytes stay: such a card reads them where the processor does.
+        """
+        self._copies.move(KEYS_AND_VALUES, nbytes, 0, 0)
+        self._statistics[MOVED_NBYTES] += nbytes
+
     def stop(self) -> None:
         self._stopping.set()
 
@@ -174,6 +172,7 @@ class _Sweeps:
                 self._begin_step()
             ahead = self._is_ahead()
             if ahead is None:  # nothing to do, and no room, before another step begins
+                lane._copies.look()
                 wait_counter(lane._address(STEP_COUNTER), self._step + 1, abort, 0, LOOK_UP_NS)
                 continue
             freed = self._free_at.get(self._next - lane._where.num_slots)

@@ -421,8 +421,7 @@ def make_spec(
         expand=_expand(expand, is_budget_named=ram is not None),
         direct=switch("direct_io", direct_io),
         prefetch=switch("prefetch", prefetch),
-        # NOTE: how long a card was busy is not measured yet, so a shadow would learn from nothing.
-        replan=switch("replan", replan) and measured is None,
+        replan=switch("replan", replan),
         shares=None if shares is None else lane_shares(shares, len(cores)),
         spin_us=SPIN_US if spin_us is None else whole_number("spin_us", spin_us, 0, MAX_SPIN_US),
         subchunks=None if subchunks is None else whole_number("subchunks", subchunks, 1),

@@ -16,7 +16,7 @@ import pytest
 
 from shadowlane.actors.arena import Arena
 from shadowlane.actors.blueprint import PAGE
-from shadowlane.actors.copier import CopyError, MemoryCopier, Way, chunks
+from shadowlane.actors.copier import About, CopyError, MemoryCopier, Way, chunks
 from shadowlane.actors.copy_choice import CopyTimes, Course, choose, time_copies
 from shadowlane.actors.copy_ring import (
     RECORDS,
@@ -143,11 +143,21 @@ class Noting:
         self.given.append(("wait", counter, value))
 
     def copy(
-        self, source: int, target: int, nbytes: int, counter: int, value: int, way: Way = "h2d"
+        self,
+        source: int,
+        target: int,
+        nbytes: int,
+        counter: int,
+        value: int,
+        way: Way = "h2d",
+        about: About = (0, 0),
     ) -> None:
         if len(self.given) == self._fails_at:
             raise CopyError("cudaMemcpyAsync of 4 KiB: cudaErrorIllegalAddress")
         self.given.append((way, source, target, nbytes, counter, value))
+
+    def look(self) -> bool:
+        return False
 
     def close(self) -> None: ...
 
