@@ -21,6 +21,7 @@ import torch
 
 from shadowlane.actors.arena import (
     LINK_COUNTER,
+    LINK_STATISTICS,
     MOVE_COUNTER,
     PROBE_COUNTER,
     RECORD_RING,
@@ -42,12 +43,14 @@ from shadowlane.actors.card_program import (
 from shadowlane.actors.copier import StreamCopier
 from shadowlane.actors.copy_ring import CopyRing, CopyThread
 from shadowlane.actors.cuda.bells import Bells
+from shadowlane.actors.cuda.devices import uuid_text
 from shadowlane.actors.cuda.driver import CudaError
-from shadowlane.actors.cuda.memory import CardMemory
+from shadowlane.actors.cuda.memory import CardMemory, CardMemoryHandle
 from shadowlane.actors.cuda.runtime import CardRuntime
 from shadowlane.actors.cuda.streams import CardStreams
 from shadowlane.actors.cuda.watchdog import Watchdog
 from shadowlane.actors.held_heads import Heads, page_nbytes
+from shadowlane.actors.link_statistics import IS_OPEN
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, counter_value, wait_counter
 from shadowlane.ops.card.buffers import CardGeometry, StepRows
@@ -62,6 +65,7 @@ from shadowlane.planner.program import Program
 LOOK_UP_NS = 100_000_000
 SOON_NS = 1_000_000  # while a step runs, whose times are to be noted
 LOOK_S = 50e-6  # at a stream whose end is waited for, between two steps
+LEAVE_S = 2.0  # what the transfer lane's process may take to close the card's memory
 JOIN_S = 5.0  # what the copy thread may take to see that all ends
 SHARED = (  # buffers that lanes exchange
     "residual",
@@ -126,6 +130,7 @@ class CardLane:
             reason = f"{self.name}: {show_nbytes(nbytes)} of its budget: {error}"
             raise CardFull(reason, self.card, driver.memory_info()[0]) from None
         closing.callback(memory.close)
+        closing.callback(self._wait_for_others)
         words = layout.counter(PROBE_COUNTER + 2 * self.card)
         regions = Regions(layout.pinned, layout.pinned_weights, layout.abort, words)
         try:
@@ -147,6 +152,7 @@ class CardLane:
         if self.streams.mode == "memops":
             rung = (self.number, LINK_COUNTER + self.card, MOVE_COUNTER + self.card)
             closing.callback(Bells(self._address(each) for each in rung).close)
+        self._card_memory = memory
         self._memory = self._runtime.view(memory.address, memory.nbytes, memory)
         self._shared = {name: self._shared_view(name) for name in SHARED}
         self._clocks = [StreamClock(driver, each) for each in (self._stream, copying)]
@@ -159,6 +165,23 @@ class CardLane:
         ring = CopyRing(arena, layout.copy_rings[self.card], layout.abort)
         self._copies = CopyThread(ring, copier, lambda: driver.set_device(ordinal))
         closing.callback(self._end_copies)
+
+    def export(self) -> tuple[CardMemoryHandle, int]:
+        """What the transfer lane's process needs to copy by itself, and the bytes of the card.
+
+        Raises CudaError where the system does not share memory of cards.
+        """
+        driver, ordinal = self._runtime.driver, self._ordinal
+        driver.set_device(ordinal)  # of this thread
+        handle = self._card_memory.export(uuid_text(driver.device_uuid(ordinal)))
+        return handle, driver.device_nbytes(ordinal)
+
+    def _wait_for_others(self) -> None:
+        """Memory that another process has open must not be freed; one that died has it no more."""
+        is_open = self._arena.view(self._layout.links[self.card], np.int64, LINK_STATISTICS)
+        until = time.monotonic() + LEAVE_S
+        while is_open[IS_OPEN] and time.monotonic() < until:
+            time.sleep(LOOK_S)
 
     def _close_clocks(self) -> None:
         for clock in self._clocks:

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from shadowlane.actors import disk_lane as disk
-from shadowlane.actors.arena import Arena, ArenaLayout
+from shadowlane.actors.arena import MOVE_COUNTER, Arena, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
+from shadowlane.actors.copy_choice import COURSE_NBYTES, Choice, CopyTimes, Course, choose
 from shadowlane.actors.copy_ring import ring_nbytes
+from shadowlane.actors.cuda.devices import is_wsl2
 from shadowlane.actors.held_heads import CardSizes, Heads, heads_on, num_moved, page_nbytes
 from shadowlane.actors.homes import Homes
 from shadowlane.actors.hosts import Host, LaneDied, Pending, Remote, Settled
@@ -120,6 +122,7 @@ class Crew:
         self._brought: tuple[int, Phase] | None  # placement and phase of the newest step
         self._arriving: list[Placement]  # what is moved for, and not yet published
         self._opened: list[Pending]  # of lanes that map an arena
+        self._choices: dict[int, Choice]  # who copies to each card that is here
         self._landing: Pending | None  # the newest call that uses the landing place
         self._forget()
         self._heat: Heat | None = None
@@ -219,6 +222,7 @@ class Crew:
             self._arena.view(ring, np.uint8, ring_nbytes())[:] = 0
         for each in self._open_lanes():
             each.result()
+        self._use_processes()
         self.load_cards()
         if self._blueprint.experts is not None:
             self.disk_lane.call("keep_experts", self._heat, self._settings.expert_policy).result()
@@ -260,7 +264,7 @@ class Crew:
             for each in self._opened:
                 each.result()
         self._replace_lost()
-        for lane in self.cards:
+        for lane in [*self.links, *self.cards]:
             lane.call("stop").result()  # gives back what one that never ran has taken
         self._settings = settings
         self._forget()
@@ -276,6 +280,7 @@ class Crew:
         self._arriving = []
         self._opened = []
         self._landing = None
+        self._choices = {}
 
     def close(self) -> None:
         """Stop the lanes, those that do not answer as well."""
@@ -501,6 +506,59 @@ class Crew:
                     continue
             loading.result()
         tell("loading weights", 1.0)
+
+    def choose_copiers(self) -> list[str]:
+        """Find out who copies faster to each card that is here, and have them do it.
+
+        Before anything is loaded there. Returns lines for people.
+        """
+        if not self._has_cards:
+            return []
+        for number in range(len(self.cards)):
+            self._choices[number] = self._choose_copier(number)
+        return [
+            *(each.told(self.cards[number].name) for number, each in self._choices.items()),
+            *self._use_processes(),
+        ]
+
+    def _choose_copier(self, number: int) -> Choice:
+        card, link, layout = self.cards[number], self.links[number], self._layout
+        where = layout.cards[number]
+        course = Course(
+            source=layout.landing,
+            target=0,
+            nbytes=min(COURSE_NBYTES, layout.landing_nbytes, where.weights + where.weights_nbytes),
+            counter=layout.counter(MOVE_COUNTER + number),
+            abort=layout.abort,
+        )
+        exported: list[int] = []
+
+        def process() -> CopyTimes:
+            handle, nbytes = card.call("export").result()
+            exported.append(nbytes)
+            times: CopyTimes = link.call("time_process", course, handle).result()
+            return times
+
+        return choose(
+            lambda: link.call("time_thread", course).result(),
+            process,
+            card_nbytes=lambda: exported[0],
+            is_wsl2=is_wsl2(),
+        )
+
+    def _use_processes(self) -> list[str]:
+        """Have those copy that were chosen; a thread can always step in. Returns what failed."""
+        failed = []
+        for number, choice in self._choices.items():
+            if choice.submitter == "process":
+                try:
+                    handle, _ = self.cards[number].call("export").result()
+                    self.links[number].call("use_process", handle).result()
+                except (RuntimeError, OSError) as error:
+                    failed.append(
+                        f"{self.cards[number].name}: its thread copies after all: {error}"
+                    )
+        return failed
 
     def load_cards(self, tell: Progress | None = None) -> None:
         """Bring what lives on cards that are here; their lanes must be open, and none running.

@@ -227,6 +227,7 @@ class Engine:
             tell("compiling kernels, once", None)
         for each in opened:
             each.result()
+        self.notes.extend(self.crew.choose_copiers())
         self.crew.load_cards(tell)
         answers = self.crew.publish(first)
         self.crew.switch(first, is_first=True)

@@ -353,7 +353,10 @@ def test_the_process_must_win_clearly(
     process: float, card_gib: int, is_wsl2: bool, chosen: str
 ) -> None:
     choice = choose(
-        lambda: times(10.0), lambda: times(process), card_nbytes=card_gib << 30, is_wsl2=is_wsl2
+        lambda: times(10.0),
+        lambda: times(process),
+        card_nbytes=lambda: card_gib << 30,
+        is_wsl2=is_wsl2,
     )
     assert choice.submitter == chosen
     assert f"{process / 10:.2f} times the rate" in choice.reason
@@ -361,13 +364,13 @@ def test_the_process_must_win_clearly(
 
 
 def test_what_does_not_work_is_not_chosen() -> None:
-    choice = choose(lambda: times(1), refuses("no IPC here"), card_nbytes=1 << 33)
+    choice = choose(lambda: times(1), refuses("no IPC here"), card_nbytes=lambda: 1 << 33)
     assert (choice.submitter, choice.process) == ("thread", None)
     assert choice.reason.endswith("no IPC here")
-    choice = choose(refuses("no thread"), lambda: times(1), card_nbytes=1 << 33)
+    choice = choose(refuses("no thread"), lambda: times(1), card_nbytes=lambda: 1 << 33)
     assert (choice.submitter, choice.thread) == ("process", None)
     with pytest.raises(CopyError, match="nor a process"):
-        choose(refuses("no thread"), refuses("nor a process"), card_nbytes=1 << 33)
+        choose(refuses("no thread"), refuses("nor a process"), card_nbytes=lambda: 1 << 33)
 
 
 def test_copies_are_timed_until_their_counter_is_seen(arena: Arena) -> None:
