@@ -33,7 +33,8 @@ SUMMED_COUNTER = t.MAX_LANES + 5  # the newest route whose experts are all compu
 LINK_COUNTER = t.MAX_LANES + 6  # blocks brought to the first card; those of others follow
 MOVE_COUNTER = LINK_COUNTER + t.MAX_CARDS  # blocks moved beside the sweep, onto each card
 PROBE_COUNTER = MOVE_COUNTER + t.MAX_CARDS  # two of each card, for trying what its streams can do
-NUM_COUNTERS = PROBE_COUNTER + 2 * t.MAX_CARDS
+TRY_COUNTER = PROBE_COUNTER + 2 * t.MAX_CARDS  # the same for those of its transfer lane
+NUM_COUNTERS = TRY_COUNTER + 2 * t.MAX_CARDS
 LANDING_NBYTES = 64 << 20  # where blocks lie between the disk and a card, as a rule
 RECORD_RING = 8
 DISK_STATISTICS = 32  # int64 fields
@@ -202,6 +203,7 @@ def plan_layout(
     is_emulated: lanes take the time of another machine, and its cards' memory is here too.
     """
     from shadowlane.actors.copy_ring import ring_nbytes  # which needs an arena itself
+    from shadowlane.actors.held_heads import spare_nbytes
 
     threads = [lane.threads for lane in placement.lanes]
     config = blueprint.config
@@ -280,7 +282,7 @@ def plan_layout(
     landing = take(landing_nbytes)
     pinned_weights = (weights, cursor - weights)
     cards = tuple(
-        _own_memory(card)
+        _own_memory(card, spare_nbytes(blueprint))
         if are_here
         else CardLayout(
             lane=card.lane,
@@ -339,9 +341,12 @@ def plan_layout(
     )
 
 
-def _own_memory(card: CardPart) -> CardLayout:
-    """Of a card that is here: its ring, then weights; keys and values are allocated apart."""
-    room = card.budget - card.slots_nbytes - card.kv_nbytes
+def _own_memory(card: CardPart, spare: int) -> CardLayout:
+    """Of a card that is here: its ring, then weights, keys and values, wherever there is room.
+
+    spare: bytes for what a plan does not count of keys and values.
+    """
+    room = card.budget - card.slots_nbytes + spare
     return CardLayout(
         lane=card.lane,
         ring=0,

@@ -45,6 +45,14 @@ class Batch:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    def pages_in_use(self, page_tokens: int, max_pages: int) -> list[int]:
+        """Pages of the KV cache that hold anything; max_pages: of each slot."""
+        return [
+            slot * max_pages + page
+            for slot, known in enumerate(self._slots)
+            for page in range(-(-len(known) // page_tokens))
+        ]
+
     def cancel(self, sequence: Sequence) -> None:
         sequence.is_cancelled = True
         with self.changed:

@@ -9,7 +9,7 @@ thread waits for the router (a processor's counter, nothing of the card), and re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,9 +37,8 @@ def make_operators(
     layout: ArenaLayout,
     arena: Arena,
     runtime: CardRuntime,
-    kv_heads: Mapping[int, tuple[int, int]],
 ) -> CardOperators:
-    """A model's operators on a card. kv_heads: by layer those that it attends with, [first, last).
+    """A model's operators on a card, which holds no keys and values yet.
 
     The constants must be in the arena.
     """
@@ -67,7 +66,6 @@ def make_operators(
         device=runtime.device,
         embedding_layout=blueprint.embedding.layout,
         kv_layout=blueprint.kv_layout,
-        kv_heads=kv_heads,
         rope_interleaved=blueprint.rope_interleaved,
         uses_triton=runtime.uses_triton,
     )

@@ -7,11 +7,13 @@ overlap, and needs no torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from shadowlane.actors.arena import Arena
-from shadowlane.actors.copier import CHUNK_NBYTES, StreamCopier, Way
+from shadowlane.actors.card_clock import StreamClock
+from shadowlane.actors.copier import CHUNK_NBYTES, About, CopyTimes, StreamCopier, Way
 from shadowlane.actors.cuda.devices import find_devices
 from shadowlane.actors.cuda.driver import CudaError, Driver
 from shadowlane.actors.cuda.memory import CardMemory, CardMemoryHandle
@@ -78,11 +80,17 @@ class CardCopier:
         chunk_nbytes: int = CHUNK_NBYTES,
         most_staging_nbytes: int = MOST_STAGING_NBYTES,
         least_staging_nbytes: int = LEAST_STAGING_NBYTES,
+        times: Callable[[StreamClock], CopyTimes] | None = None,
     ) -> None:
-        """Raises CudaError where memory of a card cannot be shared, or no host memory pinned."""
+        """times: what notes when copies happen, by a clock on the stream that they go to.
+
+        Raises CudaError where memory of a card cannot be shared, or no host memory pinned.
+        """
+        self._clock: StreamClock | None = None
         with ExitStack() as closing:
-            ordinal = ordinal_of(driver, handle.uuid)
-            driver.set_device(ordinal)
+            self._driver, self._ordinal = driver, ordinal_of(driver, handle.uuid)
+            ordinal = self._ordinal
+            self.enter()
             card = CardMemory.open(driver, handle)
             closing.callback(card.close)
             self.access = regions.pin(
@@ -94,25 +102,47 @@ class CardCopier:
             )
             closing.callback(self.access.close)
             abort, words = arena.base + regions.abort, arena.base + regions.words
+            closing.callback(self._close_clock)  # after the streams
             self.streams = CardStreams(driver, ordinal, self.access.pinned, abort, words)
             closing.callback(self.streams.close)
+            stream = self.streams.open()
+            self._clock = StreamClock(driver, stream) if times is not None else None
             self._copier = StreamCopier(
-                self.streams.open(),
+                stream,
                 arena,
                 card,
                 regions.abort,
                 staging=self.access.staging,
                 chunk_nbytes=chunk_nbytes,
+                times=None if times is None or self._clock is None else times(self._clock),
             )
             self._closing = closing.pop_all()
+
+    def enter(self) -> None:
+        """Of each thread that is to call this, the first call."""
+        self._driver.set_device(self._ordinal)
+
+    def _close_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.close()
 
     def wait(self, counter: int, value: int) -> None:
         self._copier.wait(counter, value)
 
     def copy(
-        self, source: int, target: int, nbytes: int, counter: int, value: int, way: Way = "h2d"
+        self,
+        source: int,
+        target: int,
+        nbytes: int,
+        counter: int,
+        value: int,
+        way: Way = "h2d",
+        about: About = (0, 0),
     ) -> None:
-        self._copier.copy(source, target, nbytes, counter, value, way)
+        self._copier.copy(source, target, nbytes, counter, value, way, about)
+
+    def look(self) -> bool:
+        return self._copier.look()
 
     def close(self) -> None:
         """Release what waits, and give all back; the owner of the memory must still be there."""

@@ -10,7 +10,8 @@ context and one set of pinned pages is enough.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
@@ -19,6 +20,7 @@ import torch
 
 from shadowlane.actors.arena import (
     LINK_COUNTER,
+    LINK_STATISTICS,
     MOVE_COUNTER,
     PROBE_COUNTER,
     STEP_COUNTER,
@@ -28,6 +30,7 @@ from shadowlane.actors.arena import (
 )
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.card_activations import Activations
+from shadowlane.actors.card_clock import LinkTimes, StepTimes, StreamClock
 from shadowlane.actors.card_compute import CardComputer, make_operators
 from shadowlane.actors.card_copier import Regions
 from shadowlane.actors.card_full import CardFull
@@ -44,20 +47,27 @@ from shadowlane.actors.card_record import CardStep, read_step
 from shadowlane.actors.copier import StreamCopier
 from shadowlane.actors.copy_ring import CopyRing, CopyThread
 from shadowlane.actors.cuda.bells import Bells
+from shadowlane.actors.cuda.devices import uuid_text
 from shadowlane.actors.cuda.driver import CudaError
-from shadowlane.actors.cuda.memory import CardMemory
+from shadowlane.actors.cuda.memory import CardMemory, CardMemoryHandle
 from shadowlane.actors.cuda.runtime import CardRuntime
 from shadowlane.actors.cuda.streams import CardStreams
 from shadowlane.actors.cuda.watchdog import Watchdog
+from shadowlane.actors.held_heads import Heads, page_nbytes
+from shadowlane.actors.link_statistics import IS_OPEN
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, counter_value, wait_counter
 from shadowlane.ops.card.buffers import StepRows
+from shadowlane.ops.card.cache import KvCache
 from shadowlane.ops.card.products import CardBlock
 from shadowlane.planner.placement import Placement, show_nbytes
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program
 
 LOOK_UP_NS = 100_000_000
+SOON_NS = 1_000_000  # while a step runs, whose times are to be noted
+LOOK_S = 50e-6  # at a stream whose end is waited for, between two steps
+LEAVE_S = 2.0  # what the transfer lane's process may take to close the card's memory
 JOIN_S = 5.0  # what the copy thread may take to see that all ends
 WARM_UP_S = 300.0  # with kernels to be compiled
 MOST_FEW = (1, 2, 4, 8, 16)  # rows of decode steps: for numbers between, kernels are the same
@@ -98,6 +108,7 @@ class CardLane:
         self._last_step = counter_value(self._address(STEP_COUNTER))
         self.error: str | None = None
         self._ordinal = ordinal
+        self._clocks: list[StreamClock] = []
         with ExitStack() as closing:
             self._open(closing)
             self._closing = closing.pop_all()
@@ -113,6 +124,7 @@ class CardLane:
             reason = f"{self.name}: {show_nbytes(nbytes)} of its budget: {error}"
             raise CardFull(reason, self.card, driver.memory_info()[0]) from None
         closing.callback(memory.close)
+        closing.callback(self._wait_for_others)
         words = layout.counter(PROBE_COUNTER + 2 * self.card)
         regions = Regions(layout.pinned, layout.pinned_weights, layout.abort, words)
         try:
@@ -124,6 +136,7 @@ class CardLane:
             raise MemoryError(f"{self.name}: activations cannot be pinned: {access.reason}")
         abort = arena.base + layout.abort
         self.access = access
+        closing.callback(self._close_clocks)  # after the streams that they are about
         self.streams = CardStreams(driver, ordinal, access.pinned, abort, arena.base + words)
         closing.callback(self._close_graphs)  # when no stream runs them any more
         closing.callback(self.streams.close)
@@ -135,13 +148,41 @@ class CardLane:
         if self.streams.mode == "memops":
             rung = (self.number, LINK_COUNTER + self.card, MOVE_COUNTER + self.card)
             closing.callback(Bells(self._address(each) for each in rung).close)
+        self._card_memory = memory
         self._memory = self._runtime.view(memory.address, memory.nbytes, memory)
         pinned = access.pinned
         self._activations = Activations(self._runtime, self._blueprint, layout, arena, pinned)
-        copier = StreamCopier(copying, arena, memory, layout.abort, staging=access.staging)
+        self._clocks = [StreamClock(driver, each) for each in (self._stream, copying)]
+        groups = {group.name: place for place, group in enumerate(self._blueprint.catalog.groups)}
+        self._times = StepTimes(arena, layout, self.number, groups, self._clocks[0])
+        times = LinkTimes(arena, layout, self.card, self._clocks[1])
+        copier = StreamCopier(
+            copying, arena, memory, layout.abort, staging=access.staging, times=times
+        )
         ring = CopyRing(arena, layout.copy_rings[self.card], layout.abort)
         self._copies = CopyThread(ring, copier, lambda: driver.set_device(ordinal))
         closing.callback(self._end_copies)
+
+    def export(self) -> tuple[CardMemoryHandle, int]:
+        """What the transfer lane's process needs to copy by itself, and the bytes of the card.
+
+        Raises CudaError where the system does not share memory of cards.
+        """
+        driver, ordinal = self._runtime.driver, self._ordinal
+        driver.set_device(ordinal)  # of this thread
+        handle = self._card_memory.export(uuid_text(driver.device_uuid(ordinal)))
+        return handle, driver.device_nbytes(ordinal)
+
+    def _wait_for_others(self) -> None:
+        """Memory that another process has open must not be freed; one that died has it no more."""
+        is_open = self._arena.view(self._layout.links[self.card], np.int64, LINK_STATISTICS)
+        until = time.monotonic() + LEAVE_S
+        while is_open[IS_OPEN] and time.monotonic() < until:
+            time.sleep(LOOK_S)
+
+    def _close_clocks(self) -> None:
+        for clock in self._clocks:
+            clock.close()
 
     def _address(self, counter: int) -> int:
         return self._arena.base + self._layout.counter(counter)
@@ -153,11 +194,12 @@ class CardLane:
         placement: Placement,
         programs: Mapping[Phase, Mapping[str, Program]],
         homes: Mapping[int, int],
+        heads: Mapping[Heads, int],
     ) -> int:
         """Make a placement ready. Returns its id, as acknowledgement.
 
-        programs: of all lanes, by phase; homes: where on the card the blocks lie that live there.
-        Raises ValueError for one that wants other keys and values on the card than it holds.
+        programs: of all lanes, by phase; homes: where on the card the blocks lie that live there;
+        heads: where the KV heads of the placement in force do.
         """
         compiled: dict[Phase, CardProgram] = {}
         for phase in ("decode", "prefill"):
@@ -176,15 +218,12 @@ class CardLane:
             if self._computer is None:
                 where = (self._blueprint, self._layout, self._arena, self._runtime)
                 try:
-                    operators = make_operators(*where, _heads_of(compiled.values()))
+                    operators = make_operators(*where)
                 except torch.OutOfMemoryError:
-                    raise self._full("of keys, values and activations") from None
+                    raise self._full("of activations") from None
                 self._computer = CardComputer(operators, self._activations, self._memory)
-            held = self._computer.operators.cache.layers
-            for layer, (first, last) in _heads_of(compiled.values()).items():
-                there = held.get(layer)
-                if there is None or not there.first <= first <= last <= there.last:
-                    raise ValueError(f"KV heads {first} to {last} of layer {layer} are elsewhere")
+                for each, home in heads.items():
+                    operators.cache.hold_in(*each, self._home_of(each, home))
             places = expert_places(self._blueprint, placement.cards[self.card], homes)
             self._computer.tables.hold(placement.placement_id, places)
             if is_first:
@@ -201,6 +240,70 @@ class CardLane:
         with self._adopting:
             if self._computer is not None:
                 self._computer.tables.drop(placement_id)
+
+    # -- keys and values, between two steps
+
+    def leave_cached(self, layers: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy what the card has cached of these layers, in these pages, to the arena."""
+        cache = self._cache
+
+        def work() -> None:
+            places = torch.as_tensor(pages, device=self._runtime.device)
+            for layer in layers:
+                held = cache.layers[layer]
+                theirs = self._cached_in_ram(layer)[:, :, held.first : held.last]
+                theirs[pages] = cache.read_pages(layer, places).cpu().numpy()
+
+        self._do_between_steps(work)
+
+    def take_cached(
+        self, dropped: Sequence[int], heads: Mapping[Heads, int | None], pages: Sequence[int]
+    ) -> None:
+        """Hold these heads from now on, with what the arena has cached of them in these pages.
+
+        dropped: layers whose heads the card has no more; heads: where each lies on the card, None:
+        in memory beside its budget, which has no piece that is large enough.
+        """
+        cache = self._cache
+
+        def work() -> None:
+            places = torch.as_tensor(pages, device=self._runtime.device)
+            for layer in [*dropped, *(each.layer for each in heads)]:
+                cache.layers.pop(layer, None)
+            for each, home in heads.items():
+                cache.hold_in(*each, self._home_of(each, home))
+                ours = self._cached_in_ram(each.layer)[pages, :, each.first : each.last]
+                cached = torch.from_numpy(ours).to(self._runtime.device)
+                cache.write_pages(each.layer, places, cached)
+
+        self._do_between_steps(work)
+
+    @property
+    def _cache(self) -> KvCache:
+        assert self._computer is not None, "made with the first program"
+        return self._computer.operators.cache
+
+    def _home_of(self, heads: Heads, home: int | None) -> torch.Tensor:
+        nbytes = self._cache.nbytes(heads.last - heads.first)
+        if home is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._runtime.device)
+        return self._memory[home : home + nbytes]
+
+    def _cached_in_ram(self, layer: int) -> np.ndarray:
+        """A layer's pages in the arena: uint8 [pages, keys or values, heads, page bytes]."""
+        blueprint, layout = self._blueprint, self._layout
+        head_nbytes = page_nbytes(blueprint) // 2
+        heads = blueprint.config.num_kv_heads
+        shape = layout.num_pages, 2, heads, head_nbytes
+        at = layout.kv + layer * layout.num_pages * 2 * heads * head_nbytes
+        return self._arena.view(at, np.uint8, *shape)
+
+    def _do_between_steps(self, work: Callable[[], None]) -> None:
+        """Do something on the stream of the steps, and wait until it is done."""
+        self._runtime.driver.set_device(self._ordinal)  # of this thread
+        self._start(work)
+        while not self._stream.is_idle():
+            time.sleep(LOOK_S)
 
     def _warm_up(
         self, computer: CardComputer, placement_id: int, programs: Mapping[Phase, CardProgram]
@@ -299,7 +402,9 @@ class CardLane:
         step = self._last_step
         self._runtime.driver.set_device(self._ordinal)  # of this thread
         while not self._stopping.is_set():
-            status = wait_counter(steps, step + 1, abort, 0, LOOK_UP_NS)
+            self._times.read()
+            look_up_ns = SOON_NS if self._times.is_pending else LOOK_UP_NS
+            status = wait_counter(steps, step + 1, abort, 0, look_up_ns)
             if self._copies.error is not None and status == WAIT_TIMED_OUT:
                 raise CudaError("copying", self._copies.error)
             self._stream.is_idle()  # raises what a thread of its has failed with
@@ -318,10 +423,12 @@ class CardLane:
         if program is None:
             raise RuntimeError(f"no program for placement {step.placement_id}")
         if not program.instructions:
+            self._times.begin(number, is_last=True)
             return
         computer = self._computer
         assert computer is not None, "made with the first program"
         graphs = self._captured(computer, program, step)
+        self._times.begin(number, is_last=False)
         self._start(partial(computer.begin, number, step.rows))
         base = int(step.header[t.LANE_BASE + self.number])
         at = 0
@@ -330,6 +437,8 @@ class CardLane:
             for wait in each.waits:
                 value = int(step.header[wait.base]) + wait.rel
                 self._stream.wait_counter(self._address(wait.number), value)
+            if each.waits:
+                self._times.resume(number)
             if at in graphs:
                 self._stream.replay(graphs[at].handle)
                 at = graphs[at].end
@@ -337,7 +446,9 @@ class CardLane:
                 if not step.is_void and not self._start_one(computer, each, step):
                     return  # of a void step the rest only retires
                 at += 1
-            if program.instructions[at - 1].is_awaited:
+            last = program.instructions[at - 1]
+            self._times.end(number, last.group, is_last=at == len(program.instructions))
+            if last.is_awaited:
                 self._stream.write_counter(self._address(self.number), base + at)
 
     def _start_one(self, computer: CardComputer, each: CardInstruction, step: CardStep) -> bool:
@@ -409,13 +520,3 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, CudaError) and error.is_out_of_memory
     )
-
-
-def _heads_of(programs: Iterable[CardProgram]) -> dict[int, tuple[int, int]]:
-    """KV heads by layer that any of these programs attends with."""
-    found: dict[int, tuple[int, int]] = {}
-    for program in programs:
-        for layer, (first, last) in program.kv_heads.items():
-            before = found.get(layer, (first, last))
-            found[layer] = min(before[0], first), max(before[1], last)
-    return found

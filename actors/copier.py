@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CHUNK_NBYTES = 4 << 20  # of one operation of a copy engine, between which others get their turn
 
 Way = Literal["h2d", "d2h"]
+About = tuple[int, int]  # of which step a copy is (0: of none), and of which block
 ABORTED = "an abort ended a copy that waited"
 
 
@@ -47,11 +48,25 @@ class Copier(Protocol):
         ...
 
     def copy(
-        self, source: int, target: int, nbytes: int, counter: int, value: int, way: Way = "h2d"
+        self,
+        source: int,
+        target: int,
+        nbytes: int,
+        counter: int,
+        value: int,
+        way: Way = "h2d",
+        about: About = (0, 0),
     ) -> None:
         """Copy, then set the counter to `value`. One writer per counter: this copier.
 
         h2d: `source` is in the arena, `target` on the card; d2h: the other way round.
+        """
+        ...
+
+    def look(self) -> bool:
+        """Write down what has been done; whether anything is under way that is not.
+
+        Raises CopyError, or CudaError, if what was given will not be done.
         """
         ...
 
@@ -61,6 +76,17 @@ class Copier(Protocol):
 def chunks(nbytes: int, chunk_nbytes: int) -> list[tuple[int, int]]:
     """(offset, nbytes) of each operation that a copy is made of."""
     return [(start, min(chunk_nbytes, nbytes - start)) for start in range(0, nbytes, chunk_nbytes)]
+
+
+class CopyTimes(Protocol):
+    """Notes when copies happen on a stream; see `card_clock.LinkTimes`."""
+
+    @property
+    def is_pending(self) -> bool: ...
+    def wait(self) -> None: ...
+    def begin(self) -> None: ...
+    def end(self, step: int, block: int, nbytes: int) -> None: ...
+    def read(self) -> None: ...
 
 
 class StreamCopier:
@@ -79,6 +105,7 @@ class StreamCopier:
         *,
         staging: StagingRing | None = None,
         chunk_nbytes: int = CHUNK_NBYTES,
+        times: CopyTimes | None = None,
     ) -> None:
         """abort: arena offset of the abort word, at which waits of this thread end."""
         if staging is not None:
@@ -89,19 +116,31 @@ class StreamCopier:
         self._abort = arena.base + abort
         self._staging = staging
         self._chunk_nbytes = chunk_nbytes
+        self._times = times
 
     def wait(self, counter: int, value: int) -> None:
         at = self._arena.base + counter
+        if self._times is not None:
+            self._times.wait()
         if self._staging is None:
             self._stream.wait_counter(at, value)
         elif wait_counter(at, value, self._abort, 0, 0) != WAIT_OK:
             raise CopyError(ABORTED)
 
     def copy(
-        self, source: int, target: int, nbytes: int, counter: int, value: int, way: Way = "h2d"
+        self,
+        source: int,
+        target: int,
+        nbytes: int,
+        counter: int,
+        value: int,
+        way: Way = "h2d",
+        about: About = (0, 0),
     ) -> None:
         host = self._arena.base + (source if way == "h2d" else target)
         card = self._card.at(target if way == "h2d" else source, nbytes)
+        if self._times is not None:
+            self._times.begin()
         for start, part in chunks(nbytes, self._chunk_nbytes):
             if self._staging is not None:
                 self._copy_staged(self._staging, card + start, host + start, part, way)
@@ -109,7 +148,15 @@ class StreamCopier:
                 self._stream.copy_h2d(card + start, host + start, part)
             else:
                 self._stream.copy_d2h(host + start, card + start, part)
+        if self._times is not None:
+            self._times.end(*about, nbytes)
         self._stream.write_counter(self._arena.base + counter, value)
+
+    def look(self) -> bool:
+        if self._times is None:
+            return False
+        self._times.read()
+        return self._times.is_pending
 
     def _copy_staged(
         self, staging: StagingRing, card: int, host: int, nbytes: int, way: Way
@@ -178,7 +225,14 @@ class MemoryCopier:
         self._give(Job(0, 0, None, counter, value))
 
     def copy(
-        self, source: int, target: int, nbytes: int, counter: int, value: int, way: Way = "h2d"
+        self,
+        source: int,
+        target: int,
+        nbytes: int,
+        counter: int,
+        value: int,
+        way: Way = "h2d",
+        about: About = (0, 0),
     ) -> None:
         if way == "h2d":
             target += self._card
@@ -191,6 +245,9 @@ class MemoryCopier:
                     f"got {offset}+{nbytes}"
                 )
         self._give(Job(source, target, nbytes, counter, value))
+
+    def look(self) -> bool:
+        return False
 
     def _give(self, job: Job) -> None:
         if self._failure is not None:

@@ -16,11 +16,13 @@ from typing import Literal
 
 from shadowlane.actors.arena import Arena
 from shadowlane.actors.copier import Copier
+from shadowlane.actors.link_statistics import TRIAL
 from shadowlane.ops.atomics import WAIT_OK, counter_value, wait_counter
 from shadowlane.sizes import format_size
 
 Submitter = Literal["thread", "process"]
 
+COURSE_NBYTES = 16 << 20
 NUM_SMALL = 64
 NUM_LARGE = 8
 SPIN_NS = 20_000_000  # what a card writes wakes nobody, so the test looks itself
@@ -47,6 +49,14 @@ class Choice:
     reason: str  # one line, for people
     thread: CopyTimes | None = None
     process: CopyTimes | None = None
+
+    def told(self, lane: str) -> str:
+        """The line for people; lane: the card's."""
+        who = {
+            "thread": "a thread of its lane",
+            "process": "the process of its transfer lane",
+        }[self.submitter]
+        return f"{who} copies to {lane}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +89,8 @@ def time_copies(
     def copy(nbytes: int) -> None:
         nonlocal value
         value += 1
-        copier.copy(course.source, course.target, nbytes, course.counter, value)
+        about = (0, TRIAL)
+        copier.copy(course.source, course.target, nbytes, course.counter, value, about=about)
 
     def finish() -> None:
         if wait_counter(at, value, abort, SPIN_NS, TIMEOUT_NS) != WAIT_OK:
@@ -105,11 +116,12 @@ def choose(
     thread: Callable[[], CopyTimes],
     process: Callable[[], CopyTimes],
     *,
-    card_nbytes: int,
+    card_nbytes: Callable[[], int],
     is_wsl2: bool = False,
 ) -> Choice:
     """Time both and choose. Each is called once and raises RuntimeError or OSError if it cannot.
 
+    card_nbytes: of the card's memory; asked for once both have been timed.
     Raises what the thread raised if the process cannot either: nothing is left then.
     """
     try:
@@ -120,13 +132,14 @@ def choose(
         of_process = process()
     except (RuntimeError, OSError) as error:
         return Choice("thread", f"no sharing of the card's memory: {error}", of_thread)
-    is_scarce = is_wsl2 or card_nbytes <= SCARCE_NBYTES
+    nbytes = card_nbytes()
+    is_scarce = is_wsl2 or nbytes <= SCARCE_NBYTES
     needed = WINS_BY_WHEN_SCARCE if is_scarce else WINS_BY
     won = of_process.bytes_per_s / of_thread.bytes_per_s
     submitter: Submitter = "process" if won >= needed else "thread"
     reason = (
         f"a process of its own copies at {won:.2f} times the rate of a thread ({of_process}; "
         f"{of_thread}); it must reach {needed:.2f} times, for it takes a second context on a card "
-        f"of {format_size(card_nbytes)}"
+        f"of {format_size(nbytes)}"
     )
     return Choice(submitter, reason, of_thread, of_process)

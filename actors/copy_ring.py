@@ -1,7 +1,7 @@
 """A ring in the arena through which one process has another one copy.
 
 The transfer lane puts records in, the copy thread of the process that holds the card takes them
-out: one producer, one consumer, two counters with sleepers. A record is five numbers. The ring
+out: one producer, one consumer, two counters with sleepers. A record is a few numbers. The ring
 outlives both processes: whoever comes back finds in the counters where it was. A record that was
 taken and not counted is copied a second time, which does no harm.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shadowlane.actors.arena import Arena
-from shadowlane.actors.copier import Copier, CopyError, Way
+from shadowlane.actors.copier import About, Copier, CopyError, Way
 from shadowlane.ops.atomics import (
     WAIT_ABORTED,
     WAIT_OK,
@@ -27,12 +27,13 @@ from shadowlane.ops.atomics import (
 from shadowlane.ops.table import COUNTER_NBYTES
 
 # fields of a record, int64
-KIND, SOURCE, TARGET, NBYTES, COUNTER, VALUE = range(6)
+KIND, SOURCE, TARGET, NBYTES, COUNTER, VALUE, STEP, BLOCK = range(8)
 RECORD_FIELDS = 8
 WAIT, H2D, D2H, STOP = 1, 2, 3, 4
 DEPTH = 256
 MESSAGE_NBYTES = 512
 LOOK_NS = 50_000_000
+SOON_NS = 2_000_000  # while copies are under way, whose end is to be noted
 
 # where things lie in a ring
 PUT = 0  # counter: records put in; the producer's
@@ -52,6 +53,8 @@ class Record:
     nbytes: int = 0
     counter: int = 0
     value: int = 0
+    step: int = 0
+    block: int = 0
 
 
 def ring_nbytes(depth: int = DEPTH) -> int:
@@ -90,13 +93,15 @@ class CopyRing:
                 break
             if state == WAIT_ABORTED:
                 raise CopyError("the step was aborted while the copy ring was full")
-        self._records[self._num_put % self._depth, :6] = (
+        self._records[self._num_put % self._depth] = (
             record.kind,
             record.source,
             record.target,
             record.nbytes,
             record.counter,
             record.value,
+            record.step,
+            record.block,
         )
         self._num_put = (self._num_put + 1) & 0xFFFFFFFF
         publish(self._put, self._num_put)
@@ -117,7 +122,7 @@ class CopyRing:
         if state == WAIT_ABORTED:
             raise CopyError("the step was aborted")
         row = self._records[self._num_taken % self._depth]
-        return Record(*(int(each) for each in row[:6]))
+        return Record(*(int(each) for each in row))
 
     def passed_on(self) -> None:
         """The oldest record is in a copier's hands."""
@@ -142,14 +147,21 @@ class RingCopier:
         self._ring.put(Record(WAIT, counter=counter, value=value))
 
     def copy(
-        self, source: int, target: int, nbytes: int, counter: int, value: int, way: Way = "h2d"
+        self,
+        source: int,
+        target: int,
+        nbytes: int,
+        counter: int,
+        value: int,
+        way: Way = "h2d",
+        about: About = (0, 0),
     ) -> None:
         kind = H2D if way == "h2d" else D2H
-        self._ring.put(Record(kind, source, target, nbytes, counter, value))
+        self._ring.put(Record(kind, source, target, nbytes, counter, value, *about))
 
-    def check(self) -> None:
-        """Raise CopyError if the copies have failed: what was given will not be done."""
-        self._ring.check()
+    def look(self) -> bool:
+        self._ring.check()  # what was given will not be done, if its copies have failed
+        return False  # whoever serves the ring does
 
     def close(self) -> None:
         """Have the one who serves the ring end when all is passed on."""
@@ -166,8 +178,9 @@ def serve(ring: CopyRing, copier: Copier, begin: Callable[[], None] = lambda: No
     try:
         begin()
         while True:
-            record = ring.next()
-            assert record is not None
+            record = ring.next(SOON_NS if copier.look() else 0)
+            if record is None:
+                continue
             if record.kind == STOP:
                 ring.passed_on()
                 return None
@@ -181,6 +194,7 @@ def serve(ring: CopyRing, copier: Copier, begin: Callable[[], None] = lambda: No
                     record.counter,
                     record.value,
                     "h2d" if record.kind == H2D else "d2h",
+                    (record.step, record.block),
                 )
             ring.passed_on()
     except Exception as error:  # the producer's calls raise it

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from shadowlane.actors import disk_lane as disk
-from shadowlane.actors.arena import Arena, ArenaLayout
+from shadowlane.actors.arena import MOVE_COUNTER, Arena, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
+from shadowlane.actors.copy_choice import COURSE_NBYTES, Choice, CopyTimes, Course, choose
 from shadowlane.actors.copy_ring import ring_nbytes
+from shadowlane.actors.cuda.devices import is_wsl2
+from shadowlane.actors.held_heads import CardSizes, Heads, heads_on, num_moved, page_nbytes
 from shadowlane.actors.homes import Homes
 from shadowlane.actors.hosts import Host, LaneDied, Pending, Remote, Settled
 from shadowlane.actors.recovery import (
@@ -30,7 +35,7 @@ from shadowlane.actors.spec import EngineSettings
 from shadowlane.ops.errors import ModelError
 from shadowlane.ops.files import ModelFiles
 from shadowlane.planner.heat import Heat
-from shadowlane.planner.placement import DISK_LANE, Placement, Share
+from shadowlane.planner.placement import DISK_LANE, Placement
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program, build_programs
 
@@ -56,11 +61,22 @@ class Published:
     lengths: dict[Phase, tuple[int, ...]]  # instructions of each compute lane in one step
 
 
+@dataclass(frozen=True, slots=True)
+class ChangeOfHeads:
+    """What a switch changes of the keys and values on one card."""
+
+    card: int
+    lane: Remote
+    left: tuple[int, ...]  # layers of which it holds other heads now, or none
+    come: tuple[Heads, ...]
+    num_moved: int  # heads of all layers that come or leave
+
+
 @dataclass(slots=True)
 class Taken:
     """Room taken for blocks that are on their way."""
 
-    homes: Homes
+    homes: Homes[Any]
     offsets: dict[int, int]
 
 
@@ -73,6 +89,7 @@ class Moves:
     pending: list[Pending] = field(default_factory=list)
     later: list[tuple[Remote, dict[int, int]]] = field(default_factory=list)  # per card
     read: set[int] = field(default_factory=set)  # of these, on their way off the disk
+    parcels: Iterator[tuple[Pending, int]] | None = None  # of what is later, on cards that are here
     why: str | None = None  # it cannot be
     is_withdrawn: bool = False  # nobody wants it any more
 
@@ -83,8 +100,15 @@ class Crew:
     placement: Placement
 
     def __init__(
-        self, host: Host, settings: EngineSettings, blueprint: Blueprint, files: ModelFiles
+        self,
+        host: Host,
+        settings: EngineSettings,
+        blueprint: Blueprint,
+        files: ModelFiles,
+        pages_in_use: Callable[[], Sequence[int]],
     ) -> None:
+        """pages_in_use: of the KV cache, those that hold anything; asked between steps."""
+        self._pages_in_use = pages_in_use
         self.lanes = lanes_of(settings)
         self._host = host
         self._settings = settings
@@ -98,6 +122,8 @@ class Crew:
         self._brought: tuple[int, Phase] | None  # placement and phase of the newest step
         self._arriving: list[Placement]  # what is moved for, and not yet published
         self._opened: list[Pending]  # of lanes that map an arena
+        self._choices: dict[int, Choice]  # who copies to each card that is here
+        self._landing: Pending | None  # the newest call that uses the landing place
         self._forget()
         self._heat: Heat | None = None
         self.runs: dict[str, Pending] = {}
@@ -152,7 +178,10 @@ class Crew:
         self._arena, self._layout = arena, layout
         sizes = self._blueprint.held_nbytes
         self.homes = Homes(layout.weights, layout.weights_nbytes, sizes)
-        self.card_homes = [Homes(card.weights, card.weights_nbytes, sizes) for card in layout.cards]
+        of_cards = CardSizes(self._blueprint, layout.num_pages)
+        self.card_homes: list[Homes[int | Heads]] = [
+            Homes(card.weights, card.weights_nbytes, of_cards) for card in layout.cards
+        ]
         self._copies: set[int] = set(layout.expanded)  # blocks whose expanded copy is there
         return self._open_lanes()
 
@@ -183,6 +212,9 @@ class Crew:
         LaneDied, or what a lane raised while it opened the model.
         """
         self._replace_lost()
+        if self._landing is not None:
+            with suppress(Exception):  # whoever waits for it is told
+                self._landing.result()
         set_abort(self._arena, self._layout, False)
         settle_counters(self._arena, self._layout, step, self.lane_bases, self._link_bases)
         self._brought = None
@@ -190,6 +222,7 @@ class Crew:
             self._arena.view(ring, np.uint8, ring_nbytes())[:] = 0
         for each in self._open_lanes():
             each.result()
+        self._use_processes()
         self.load_cards()
         if self._blueprint.experts is not None:
             self.disk_lane.call("keep_experts", self._heat, self._settings.expert_policy).result()
@@ -231,7 +264,7 @@ class Crew:
             for each in self._opened:
                 each.result()
         self._replace_lost()
-        for lane in self.cards:
+        for lane in [*self.links, *self.cards]:
             lane.call("stop").result()  # gives back what one that never ran has taken
         self._settings = settings
         self._forget()
@@ -246,6 +279,8 @@ class Crew:
         self._brought = None
         self._arriving = []
         self._opened = []
+        self._landing = None
+        self._choices = {}
 
     def close(self) -> None:
         """Stop the lanes, those that do not answer as well."""
@@ -271,8 +306,11 @@ class Crew:
             calls.append((lane, (self._of_lane(programs, lane), homes, copies)))
         for lane, part, there in zip(self.cards, placement.cards, self.card_homes, strict=True):
             held = {each: there.offsets[each] for each in self._blueprint.on_card(part)}
-            theirs = programs if self._has_cards else self._of_lane(programs, lane)
-            calls.append((lane, (theirs, held)))
+            if self._has_cards:
+                heads = {each: at for each, at in there.offsets.items() if isinstance(each, Heads)}
+                calls.append((lane, (programs, held, heads)))
+            else:
+                calls.append((lane, (self._of_lane(programs, lane), held)))
         for lane in self.links:
             calls.append((lane, (programs, homes)))
         answers = [
@@ -319,9 +357,49 @@ class Crew:
     def switch(self, placement: Placement, *, is_first: bool = False) -> None:
         """Make `placement` the one that the next step runs under. Between steps only."""
         keeps_ring = not is_first and self.placement.sweep == placement.sweep
+        changes = [] if is_first else self._changes_of_heads(placement)
+        pages = self._pages_in_use() if changes else ()
+        if self._has_cards:
+            self._answered([c.lane.call("leave_cached", c.left, pages) for c in changes if c.left])
+        else:
+            page = page_nbytes(self._blueprint) * len(pages)
+            calls = [(self.links[each.card], page * each.num_moved) for each in changes]
+            self._answered([link.call("move_cached", nbytes) for link, nbytes in calls if nbytes])
         self._start_sweep(placement, keeps_ring)
         self.placement = placement
         self._drop_all_but([placement])
+        if self._has_cards:
+            self._answered([self._take_cached(each, pages) for each in changes])
+
+    def _changes_of_heads(self, placement: Placement) -> list[ChangeOfHeads]:
+        """Of the cards that have other heads under `placement` than under the one in force."""
+        found = []
+        for number, lane in enumerate(self.cards):
+            before = heads_on(self._blueprint, self.placement, lane.name)
+            after = heads_on(self._blueprint, placement, lane.name)
+            if before != after:
+                left = tuple(each.layer for each in before if each not in after)
+                come = tuple(each for each in after if each not in before)
+                moved = num_moved(before, after)
+                found.append(ChangeOfHeads(number, lane, left, come, moved))
+        return found
+
+    def _take_cached(self, change: ChangeOfHeads, pages: Sequence[int]) -> Pending:
+        there = self.card_homes[change.card]
+        heads = {each: there.take([each]).get(each) for each in change.come}
+        return change.lane.call("take_cached", change.left, heads, pages)
+
+    @staticmethod
+    def _answered(calls: Sequence[Pending]) -> None:
+        """Wait for what lanes do between two steps. Raises LaneDied if one cannot."""
+        for call in calls:
+            try:
+                call.result()
+            except LaneDied:
+                raise
+            except Exception as error:  # keys and values are half moved: begin anew
+                reason = f"keys and values could not be moved: {type(error).__name__}: {error}"
+                raise LaneDied(reason) from error
 
     def _start_sweep(self, placement: Placement, keeps_ring: bool) -> None:
         """Tell the disk lane what to read from now on. `keeps_ring`: what was read ahead counts."""
@@ -407,6 +485,7 @@ class Crew:
         for part, there in zip(placement.cards, self.card_homes, strict=True):
             held = there.take(self._blueprint.on_card(part))
             if self._has_cards:
+                there.take(heads_on(self._blueprint, placement, part.lane))
                 continue
             total += sum(sizes[number] for number in held)
             jobs.append(("load", (held,)))
@@ -428,6 +507,59 @@ class Crew:
             loading.result()
         tell("loading weights", 1.0)
 
+    def choose_copiers(self) -> list[str]:
+        """Find out who copies faster to each card that is here, and have them do it.
+
+        Before anything is loaded there. Returns lines for people.
+        """
+        if not self._has_cards:
+            return []
+        for number in range(len(self.cards)):
+            self._choices[number] = self._choose_copier(number)
+        return [
+            *(each.told(self.cards[number].name) for number, each in self._choices.items()),
+            *self._use_processes(),
+        ]
+
+    def _choose_copier(self, number: int) -> Choice:
+        card, link, layout = self.cards[number], self.links[number], self._layout
+        where = layout.cards[number]
+        course = Course(
+            source=layout.landing,
+            target=0,
+            nbytes=min(COURSE_NBYTES, layout.landing_nbytes, where.weights + where.weights_nbytes),
+            counter=layout.counter(MOVE_COUNTER + number),
+            abort=layout.abort,
+        )
+        exported: list[int] = []
+
+        def process() -> CopyTimes:
+            handle, nbytes = card.call("export").result()
+            exported.append(nbytes)
+            times: CopyTimes = link.call("time_process", course, handle).result()
+            return times
+
+        return choose(
+            lambda: link.call("time_thread", course).result(),
+            process,
+            card_nbytes=lambda: exported[0],
+            is_wsl2=is_wsl2(),
+        )
+
+    def _use_processes(self) -> list[str]:
+        """Have those copy that were chosen; a thread can always step in. Returns what failed."""
+        failed = []
+        for number, choice in self._choices.items():
+            if choice.submitter == "process":
+                try:
+                    handle, _ = self.cards[number].call("export").result()
+                    self.links[number].call("use_process", handle).result()
+                except (RuntimeError, OSError) as error:
+                    failed.append(
+                        f"{self.cards[number].name}: its thread copies after all: {error}"
+                    )
+        return failed
+
     def load_cards(self, tell: Progress | None = None) -> None:
         """Bring what lives on cards that are here; their lanes must be open, and none running.
 
@@ -436,23 +568,33 @@ class Crew:
         if not self._has_cards:
             return
         sizes = self._blueprint.held_nbytes
-        total = sum(sizes[block] for there in self.card_homes for block in there.offsets)
+        wanted = [
+            {each: at for each, at in there.offsets.items() if not isinstance(each, Heads)}
+            for there in self.card_homes
+        ]
+        total = sum(sizes[block] for offsets in wanted for block in offsets)
         done = 0
-        for link, there in zip(self.links, self.card_homes, strict=True):
-            for parcel in self._landings(sorted(there.offsets)):
-                self._move_parcel(link, parcel, there.offsets)
-                done += sum(sizes[block] for block in parcel)
+        for link, offsets in zip(self.links, wanted, strict=True):
+            for call, nbytes in self._parcels_for(link, offsets):
+                call.result()
+                done += nbytes
                 if tell is not None:
                     tell("loading the cards", done / total)
 
-    def _move_parcel(
-        self, link: Remote, parcel: Mapping[int, int], targets: Mapping[int, int]
-    ) -> None:
-        """Blocks from where they lie in the arena onto a card; returns when all are there."""
-        missing = {block: at for block, at in parcel.items() if block not in self.homes.offsets}
-        if missing:
-            self.disk_lane.call("load", missing).result()
-        link.call("move", [(block, at, targets[block]) for block, at in parcel.items()]).result()
+    def _parcels_for(
+        self, link: Remote, targets: Mapping[int, int]
+    ) -> Iterator[tuple[Pending, int]]:
+        """Bring blocks from where they lie onto a card: calls, and the bytes that each brings.
+
+        Each must have ended before the next is asked for, since they share the landing place.
+        """
+        sizes = self._blueprint.held_nbytes
+        for parcel in self._landings(sorted(targets)):
+            missing = {block: at for block, at in parcel.items() if block not in self.homes.offsets}
+            if missing:
+                yield self.disk_lane.call("load", missing), 0
+            copies = [(block, at, targets[block]) for block, at in parcel.items()]
+            yield link.call("move", copies), sum(sizes[block] for block in parcel)
 
     def _landings(self, blocks: Iterable[int]) -> Iterator[dict[int, int]]:
         """Blocks with the arena offsets they are copied from: at home, or in the landing place."""
@@ -548,15 +690,13 @@ class Crew:
         if moves.is_withdrawn:
             moves.later = []
         try:
-            while moves.pending:
-                if not moves.pending[0].is_done():
-                    return False
-                moves.pending.pop(0).result()
-                if not moves.pending and moves.later:
+            while moves.pending or moves.later:
+                if not moves.pending:
                     self._move_to_cards(moves)
-            if moves.later:
-                self._move_to_cards(moves)
-                return False
+                elif not moves.pending[0].is_done():
+                    return False
+                else:
+                    moves.pending.pop(0).result()
         except LaneDied:
             self.abandon(moves)
             raise
@@ -588,10 +728,16 @@ class Crew:
     def _move_to_cards(self, moves: Moves) -> None:
         """Out of RAM where a block is there; else off the disk, and then the time of its copy."""
         if self._has_cards:
-            for link, offsets in moves.later:
-                for parcel in self._landings(sorted(offsets)):
-                    self._move_parcel(link, parcel, offsets)
-            moves.later = []
+            if moves.parcels is None:
+                moves.parcels = chain.from_iterable(
+                    self._parcels_for(link, offsets) for link, offsets in moves.later
+                )
+            call = next(moves.parcels, None)
+            if call is None:
+                moves.later = []
+            else:
+                moves.pending.append(call[0])
+                self._landing = call[0]
             return
         wanted = {number: at for _, offsets in moves.later for number, at in offsets.items()}
         if self._read_for_cards(moves, wanted):
@@ -605,8 +751,6 @@ class Crew:
         moves.later = []
 
     def _misfit(self, placement: Placement) -> str | None:
-        if self._has_cards and _heads_on_cards(placement) != _heads_on_cards(self.placement):
-            return "keys and values stay where they are while an engine runs on cards"
         if placement.sweep and placement.num_slots != self._layout.num_slots:
             return (
                 f"the ring has {self._layout.num_slots} slots, laid out at the start; "
@@ -627,11 +771,11 @@ class Crew:
         return None
 
     def abandon(self, moves: Moves) -> None:
-        """Give back what was taken for a placement that will not come; nothing may be under way."""
+        """Wait for what is under way, and give back what was taken for it: it will not come."""
         for each in moves.pending:  # nothing may be written there once it is given to others
             with suppress(Exception):  # it is not wanted, whatever became of it
                 each.result()
-        moves.pending, moves.later = [], []
+        moves.pending, moves.later, moves.parcels = [], [], None
         for each in moves.taken:
             self._drop(each.homes, list(each.offsets))
         moves.taken = []
@@ -650,6 +794,8 @@ class Crew:
         )
         for card, there in enumerate(self.card_homes):
             held = {n for each in kept for n in self._blueprint.on_card(each.cards[card])}
+            if self._has_cards:  # heads move at the switch
+                held |= set(heads_on(self._blueprint, self.placement, self.cards[card].name))
             self._drop(there, [block for block in there.offsets if block not in held])
 
     def _drop_copies(self, blocks: Iterable[int]) -> None:
@@ -665,15 +811,3 @@ class Crew:
         """Give room back to the system, unless a card may have pinned it (or it is the card's)."""
         if not self._has_cards:
             self._arena.release(offset, nbytes)
-
-
-def _heads_on_cards(placement: Placement) -> set[tuple[str, str, Share]]:
-    """(phase, group, share) of all that cards attend with."""
-    phases: tuple[Phase, Phase] = ("decode", "prefill")
-    return {
-        (phase, name, share)
-        for phase in phases
-        for name, shares in placement.shares_of(phase).items()
-        for share in shares
-        if name.endswith(".attn") and share.lane.startswith("gpu:")
-    }

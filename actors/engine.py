@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
@@ -58,6 +59,7 @@ from shadowlane.planner.profile import Profile
 from shadowlane.planner.search import place
 
 Progress = Callable[[str, float | None], None]
+BusyTimes = dict[str, tuple[int, int]]  # lane -> (busy, waiting) ns
 CHECK_NS = 100_000_000  # how often a wait for a step looks after the lanes
 IDLE_S = 0.2  # how often an idle engine looks after its lanes
 RESTARTS = 3  # how often lanes are started again before the engine gives up
@@ -89,7 +91,7 @@ class Engine:
         self._trace = check_routing(self.blueprint, settings)
         self.catalog = self.blueprint.catalog  # with what is known of the use of experts
         self.options, self.settings = options, settings
-        self.crew = Crew(host, settings, self.blueprint, self.files)
+        self.crew = Crew(host, settings, self.blueprint, self.files, self._pages_in_use)
         self.lanes = self.crew.lanes
         self.request = request_of(options, settings)
         self.batch = Batch(options, self.blueprint.few_rows)
@@ -108,7 +110,8 @@ class Engine:
         self._stopping = False
         self._has_less = False  # of a card that has refused memory: that is mended once
         self._loaded_with: tuple[Profile | None, Heat | None] = None, None
-        self._unreported: Callable[[], ev.StepRetired] | None = None  # of the newest step
+        # Steps that have retired, and what the planner is told of each once its times are known.
+        self._unreported: deque[tuple[int, Callable[[BusyTimes], ev.StepRetired]]] = deque()
         self._routing: RoutingTap | None = None
         self._experts_read = 0  # bytes, while decode steps ran
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
@@ -184,7 +187,8 @@ class Engine:
         self.arena.close()
         self.arena = None
         self._multiplied = [0] * len(self.lanes)
-        self._unreported, self._shares_of, self.step = None, None, 0
+        self._unreported.clear()
+        self._shares_of, self.step = None, 0
 
     def _load(self, profile: Profile | None, tell: Progress, heat: Heat | None) -> None:
         """All of `start` that is done again where a card has too little memory."""
@@ -224,6 +228,7 @@ class Engine:
             tell("compiling kernels, once", None)
         for each in opened:
             each.result()
+        self.notes.extend(self.crew.choose_copiers())
         self.crew.load_cards(tell)
         answers = self.crew.publish(first)
         self.crew.switch(first, is_first=True)
@@ -428,7 +433,7 @@ class Engine:
         seconds = time.monotonic() - began
         for number, nbytes in enumerate(self._step_nbytes(placement)):
             self._multiplied[number] += nbytes
-        self._unreported = partial(
+        retired = partial(
             _retired,
             self.step,
             placement.placement_id,
@@ -439,6 +444,7 @@ class Engine:
             experts,
             self.slowed,
         )
+        self._unreported.append((self.step, retired))
         self.batch.give_results(step, self._logits, placement.context_tokens, seconds)
 
     def _follow_script(self, plan: StepPlan) -> None:
@@ -460,10 +466,10 @@ class Engine:
             self.shadow.note(ev.MemoryLeft(*self._taken))
 
     def _report_step(self) -> None:
-        """Tell the planner of the newest step that has retired, unless it has been told."""
-        if self._unreported is not None:
-            self.shadow.note(self._unreported())
-            self._unreported = None
+        """Tell the planner of steps that have retired, once it is known how long cards took."""
+        while self._unreported and self.gauges.is_timed(self._unreported[0][0]):
+            step, retired = self._unreported.popleft()
+            self.shadow.note(retired(self.gauges.card_times(step)))
 
     def _fill_record(self, plan: StepPlan, placement: Placement) -> None:
         self.step += 1
@@ -514,6 +520,9 @@ class Engine:
             self._rope_cache = inv_freq(rope, length)
         return self._rope_cache
 
+    def _pages_in_use(self) -> list[int]:
+        return self.batch.pages_in_use(self.blueprint.catalog.page_tokens, self.layout.max_pages)
+
     # -- lanes that fail
 
     def _look_after_lanes(self) -> None:
@@ -551,6 +560,7 @@ class Engine:
             if self._stopping:
                 return
             try:
+                self._unreported.clear()  # who was to tell of them may be gone
                 self.crew.restart(self.step)
                 if self._stopping:  # closed meanwhile: what has just been set going ends again
                     self.crew.abort()
@@ -705,16 +715,18 @@ def _retired(
     placement_id: int,
     plan: StepPlan,
     seconds: float,
-    before: dict[str, tuple[int, int]],
-    after: dict[str, tuple[int, int]],
+    before: BusyTimes,
+    after: BusyTimes,
     experts: ExpertUse,
     slowed: float,
+    of_cards: BusyTimes,
 ) -> ev.StepRetired:
-    """before, after: what each lane had done until then, (busy, waiting) ns.
+    """before, after: what each lane had done until then; of_cards: what these did in this step.
 
     slowed: seconds here for one second that the planner is told.
     """
     scale = 1e9 * slowed
+    before, after = {**before, **dict.fromkeys(of_cards, (0, 0))}, {**after, **of_cards}
     return ev.StepRetired(
         step=step,
         placement_id=placement_id,

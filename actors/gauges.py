@@ -10,7 +10,7 @@ import numpy as np
 
 from shadowlane.actors import disk_lane as disk
 from shadowlane.actors import expert_reader as readers
-from shadowlane.actors import transfer_lane as links
+from shadowlane.actors import link_statistics as links
 from shadowlane.actors.arena import (
     DISK_SPAN_FIELDS,
     DISK_SPAN_RING,
@@ -29,6 +29,7 @@ from shadowlane.planner.experts import POLICIES
 from shadowlane.planner.placement import DISK_LANE, LaneSpec
 
 DELAY_PERIOD_S = 0.2  # how far apart looks at the run queue are
+NEWEST_SPANS = 4096  # among which those of a step that has just ended are sure to be
 STALE_PERIODS = 5  # a look longer ago than so many periods says nothing of now
 
 
@@ -53,6 +54,9 @@ class Gauges:
             ]
             for number, spec in enumerate(self._lanes)
         ]
+        self._cards = (
+            [] if layout.is_emulated else [layout.lanes.index(c.lane) for c in layout.cards]
+        )
         self._routes = [
             arena.view(
                 layout.scratch["routes"] + number * layout.route_nbytes,
@@ -88,6 +92,21 @@ class Gauges:
             result[name] = (int(fields[links.BUSY_NS]), 0)
         result[DISK_LANE] = (int(self._disk[disk.BUSY_NS]), 0)
         return result
+
+    def is_timed(self, step: int) -> bool:
+        """Whether all cards that are here have told what they were busy with in this step."""
+        return all(int(self._workers[number][0][t.TIMED_STEP]) >= step for number in self._cards)
+
+    def card_times(self, step: int) -> dict[str, tuple[int, int]]:
+        """(busy, waiting) ns of cards that are here, in one of the newest steps."""
+        found = {}
+        for number in self._cards:
+            spans = self.worker_spans(number, 0, NEWEST_SPANS)
+            spans = spans[spans[:, 0] == step]
+            busy = int((spans[:, 3] - spans[:, 2]).sum())
+            whole = int(spans[-1, 3] - spans[0, 2]) if len(spans) else 0
+            found[self._lanes[number].name] = (busy, whole - busy)
+        return found
 
     def lane_use(self, multiplied: Sequence[int]) -> dict[str, tuple[int, int]]:
         """(busy ns, bytes) of each lane since the start. `multiplied`: bytes per compute lane."""
@@ -141,11 +160,16 @@ class Gauges:
             },
         }
 
-    def worker_spans(self, lane: int, worker: int) -> np.ndarray:
-        """The spans that a worker's ring still holds, oldest first: int64 [n, SPAN_FIELDS]."""
+    def worker_spans(self, lane: int, worker: int, most: int = t.SPAN_RING) -> np.ndarray:
+        """The newest spans of a worker, those its ring still holds, oldest first.
+
+        int64 [n, SPAN_FIELDS]; most: of n.
+        """
         place = self._layout.workers[lane] + worker * t.WORKER_NBYTES + t.WORKER_HEADER_NBYTES
         ring = self._arena.view(place, np.int64, t.SPAN_RING, t.SPAN_FIELDS)
-        return ordered(ring, int(self._workers[lane][worker][t.NUM_SPANS]))
+        written = int(self._workers[lane][worker][t.NUM_SPANS])
+        first = max(0, written - min(most, t.SPAN_RING))
+        return ring[np.arange(first, written) % t.SPAN_RING]
 
     def disk_spans(self) -> np.ndarray:
         """The same of the disk lane: int64 [n, DISK_SPAN_FIELDS]."""

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
 
 
-class Homes:
-    """Block, or routed expert, -> arena offset of its enclosing range. Space is free until it is
-    taken, and again after the last placement that needs it is gone."""
+class Sizes(Protocol):
+    """Bytes by key: a list, where keys are numbers."""
 
-    def __init__(self, start: int, nbytes: int, sizes: Sequence[int]) -> None:
+    def __getitem__(self, key: Any, /) -> int: ...
+
+
+class Homes(Generic[Key]):
+    """Block, routed expert, or heads of a card -> offset of its enclosing range.
+
+    Space is free until it is taken, and again after the last placement that needs it is gone.
+    """
+
+    def __init__(self, start: int, nbytes: int, sizes: Sizes) -> None:
         """sizes: bytes that each takes up, by its number."""
         self._sizes = sizes
         self._free = [(start, start + nbytes)] if nbytes else []  # by rising start, never touching
-        self.offsets: dict[int, int] = {}
+        self.offsets: dict[Key, int] = {}
 
-    def take(self, blocks: Iterable[int]) -> dict[int, int]:
+    def take(self, blocks: Iterable[Key]) -> dict[Key, int]:
         """Homes for blocks that have none yet; {} and nothing taken if they do not all fit."""
         new = [block for block in blocks if block not in self.offsets]
-        taken: dict[int, int] = {}
+        taken: dict[Key, int] = {}
         for block in new:
             need = self._sizes[block]
             for index, (start, end) in enumerate(self._free):
@@ -36,7 +47,7 @@ class Homes:
         self.offsets.update(taken)
         return taken
 
-    def drop(self, blocks: Iterable[int]) -> list[tuple[int, int]]:
+    def drop(self, blocks: Iterable[Key]) -> list[tuple[int, int]]:
         """Free the homes of these blocks; returns their (offset, nbytes)."""
         dropped = []
         for block in blocks:

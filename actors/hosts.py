@@ -22,6 +22,7 @@ from shadowlane.planner.shadow import PlannerState
 if TYPE_CHECKING:  # a process imports what its lane needs, and nothing before it must
     from shadowlane.actors.arena import ArenaHandle, ArenaLayout
     from shadowlane.actors.blueprint import Blueprint
+    from shadowlane.actors.cuda.driver import Driver
     from shadowlane.actors.cuda.runtime import CardRuntime
 
 
@@ -198,7 +199,16 @@ class TransferLaneHost:
     def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
         from shadowlane.actors.transfer_lane import TransferLane
 
-        self._lane = TransferLane(self._card, blueprint, layout, handle, self._span)
+        where = (self._card, blueprint, layout, handle)
+        self._lane = TransferLane(*where, self._span, self.make_driver)
+
+    def make_driver(self, uuid: str) -> Driver:
+        """For copies by this process, which is to see this card. Raises CudaError."""
+        # NOTE: Ray hides all cards from whoever has asked for none.
+        os.environ["CUDA_VISIBLE_DEVICES"] = uuid
+        from shadowlane.actors.cuda.driver import CudaDriver
+
+        return CudaDriver()
 
     def stop(self) -> None:
         if self._lane is not None:

@@ -22,15 +22,13 @@ from shadowlane.actors.arena import (
     Arena,
     ArenaLayout,
 )
-from shadowlane.actors.copier import CopyError
-from shadowlane.actors.copy_ring import RingCopier
+from shadowlane.actors.copier import Copier, CopyError
+from shadowlane.actors.cuda.driver import CudaError
+from shadowlane.actors.link_statistics import BUSY_NS, NUM_SPANS
 from shadowlane.ops import emulated as law
 from shadowlane.ops.atomics import WAIT_OK, counter_value, now_ns, publish, wait_counter
 
 LOOK_UP_NS = 100_000_000
-
-# fields of the lane's statistics, int64
-SWEEP_NBYTES, MOVED_NBYTES, BUSY_NS, NUM_SPANS = range(4)
 
 
 class Copies(Protocol):
@@ -49,6 +47,10 @@ class Copies(Protocol):
     def move(self, block: int, nbytes: int, source: int, target: int) -> None:
         """Copy beside the sweep; returns when all is there. Raises ValueError at an abort, or where
         it cannot be done."""
+        ...
+
+    def look(self) -> None:
+        """Write down what has been done since the last look; often enough to be up to date."""
         ...
 
     def close(self) -> None: ...
@@ -86,6 +88,9 @@ class EmulatedCopies:
         """
         self._copy(block, nbytes, source, target, step=0)
 
+    def look(self) -> None:
+        """All is written down as it happens."""
+
     def close(self) -> None:
         """Nothing is held here."""
 
@@ -110,17 +115,14 @@ class EmulatedCopies:
 
 
 class CardCopies:
-    """By a copier, which takes waits and copies ahead and has the card do them in order.
-
-    What the link was busy with is not known here: only counters say that a copy is done.
-    """
+    """By a copier, which takes waits and copies ahead and has the card do them in order."""
 
     def __init__(
         self,
         arena: Arena,
         layout: ArenaLayout,
         card: int,
-        copier: RingCopier,
+        copier: Copier,
         is_stopping: Callable[[], bool],
     ) -> None:
         self._arena, self._layout, self._card = arena, layout, card
@@ -141,25 +143,31 @@ class CardCopies:
     ) -> None:
         counter = self._layout.counter(LINK_COUNTER + self._card)
         with self._giving:
-            self._copier.copy(source, target, nbytes, counter, count)
+            self._copier.copy(source, target, nbytes, counter, count, about=(step, block))
+            self._copier.look()
 
     def move(self, block: int, nbytes: int, source: int, target: int) -> None:
         try:
-            self._move(nbytes, source, target)
-        except CopyError as error:
+            self._move(block, nbytes, source, target)
+        except (CopyError, CudaError) as error:
             raise ValueError(f"h2d:{self._card}: blocks cannot be moved: {error}") from None
 
-    def _move(self, nbytes: int, source: int, target: int) -> None:
+    def _move(self, block: int, nbytes: int, source: int, target: int) -> None:
         counter = self._layout.counter(MOVE_COUNTER + self._card)
         with self._giving:
             self._num_moved += 1
             count = self._num_moved
-            self._copier.copy(source, target, nbytes, counter, count)
+            self._copier.copy(source, target, nbytes, counter, count, about=(0, block))
         at, abort = self._arena.base + counter, self._arena.base + self._layout.abort
         while wait_counter(at, count, abort, 0, LOOK_UP_NS) != WAIT_OK:
             if self._is_stopping() or counter_value(abort):
                 raise ValueError(f"h2d:{self._card}: stopped while blocks were moved")
-            self._copier.check()  # before the first step nobody else looks whether copies go on
+            self.look()  # before the first step nobody else looks whether copies go on
+        self.look()
+
+    def look(self) -> None:
+        with self._giving:
+            self._copier.look()
 
     def close(self) -> None:
         """The ring belongs to the arena; the other end leaves it at an abort."""

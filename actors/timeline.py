@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from shadowlane.actors.link_statistics import KEYS_AND_VALUES, TRIAL
 from shadowlane.planner.catalog import Catalog
 
 FIRST_PROCESS = {"cpu": 1, "gpu": 20, "h2d": 40, "disk": 100}
+OF_NO_BLOCK = {KEYS_AND_VALUES: "keys and values", TRIAL: "for a trial"}
 WAIT_NS = 1000  # shorter gaps are the walk itself
 
 
@@ -67,6 +69,8 @@ def _process(lane: str) -> int:
 
 def _read_of(catalog: Catalog, number: int) -> str:
     """What a read was of: a block's group, or, behind all blocks, an expert by its key."""
+    if number in OF_NO_BLOCK:
+        return OF_NO_BLOCK[number]
     key = number - len(catalog.blocks)
     if key < 0 or catalog.experts is None:
         return catalog.blocks[number].group

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,21 +22,21 @@ from shadowlane.actors.arena import (
     LINK_STATISTICS,
     RECORD_RING,
     STEP_COUNTER,
+    TRY_COUNTER,
     Arena,
     ArenaHandle,
     ArenaLayout,
 )
 from shadowlane.actors.blueprint import Blueprint
+from shadowlane.actors.copier import Copier
+from shadowlane.actors.copy_choice import CopyTimes, Course, time_copies
 from shadowlane.actors.copy_ring import CopyRing, RingCopier
-from shadowlane.actors.link_copies import (
-    BUSY_NS,
-    LOOK_UP_NS,
+from shadowlane.actors.link_copies import LOOK_UP_NS, CardCopies, Copies, EmulatedCopies
+from shadowlane.actors.link_statistics import (
+    IS_OPEN,
+    KEYS_AND_VALUES,
     MOVED_NBYTES,
-    NUM_SPANS,
     SWEEP_NBYTES,
-    CardCopies,
-    Copies,
-    EmulatedCopies,
 )
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import counter_value, wait_counter
@@ -43,7 +44,10 @@ from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program, Read
 
-__all__ = ["BUSY_NS", "MOVED_NBYTES", "NUM_SPANS", "SWEEP_NBYTES", "TransferLane"]
+if TYPE_CHECKING:
+    from shadowlane.actors.card_copier import CardCopier
+    from shadowlane.actors.cuda.driver import Driver
+    from shadowlane.actors.cuda.memory import CardMemoryHandle
 
 Span = Callable[[str], AbstractContextManager[object]]
 
@@ -70,8 +74,11 @@ class TransferLane:
         layout: ArenaLayout,
         handle: ArenaHandle,
         span: Span | None = None,
+        make_driver: Callable[[str], Driver] | None = None,
     ) -> None:
+        """make_driver: for copies by this process, with the uuid of the card that it has to see."""
         self.card = card
+        self._make_driver = make_driver
         self._sizes = blueprint.held_nbytes
         self._layout = layout
         self._where = layout.cards[card]
@@ -81,15 +88,77 @@ class TransferLane:
         self._statistics = self._arena.view(layout.links[card], np.int64, LINK_STATISTICS)
         self._stopping = threading.Event()
         self._copies: Copies
+        self._own: CardCopier | None = None  # where this process copies itself
+        self._is_running = False
         if layout.is_emulated:
             self._copies = EmulatedCopies(self._arena, layout, card)
         else:
+            self._statistics[IS_OPEN] = 0
             ring = CopyRing(self._arena, layout.copy_rings[card], layout.abort)
-            copier = RingCopier(ring)
-            self._copies = CardCopies(self._arena, layout, card, copier, self._stopping.is_set)
+            self._to_thread = RingCopier(ring)
+            self._copy_by(self._to_thread)
         self._transfers: dict[tuple[int, Phase], Transfers] = {}
         self._last_step = counter_value(self._address(STEP_COUNTER))
         self.error: str | None = None
+
+    # -- who copies to a card that is here; before `run`
+
+    def time_thread(self, course: Course) -> CopyTimes:
+        """How fast the thread in the card's lane copies. Raises RuntimeError, OSError."""
+        try:
+            return time_copies(self._to_thread, self._arena, course)
+        finally:
+            self._copy_by(self._to_thread)  # which counts on from here
+
+    def time_process(self, course: Course, handle: CardMemoryHandle) -> CopyTimes:
+        """How fast this process does. Raises CudaError where it cannot get at the card."""
+        own = self._open_card(handle, (course.source, course.nbytes))
+        try:
+            return time_copies(own, self._arena, course)
+        finally:
+            own.close()
+            self._statistics[IS_OPEN] = 0
+            self._copy_by(self._to_thread)
+
+    def use_process(self, handle: CardMemoryHandle) -> None:
+        """This process copies from now on. Raises CudaError where it cannot get at the card."""
+        self._own = self._open_card(handle, self._layout.pinned_weights)
+        self._copy_by(self._own)
+
+    def _open_card(self, handle: CardMemoryHandle, weights: tuple[int, int]) -> CardCopier:
+        """weights: offset and bytes of what is to be copied."""
+        from shadowlane.actors.card_clock import LinkTimes
+        from shadowlane.actors.card_copier import CardCopier, Regions
+
+        assert self._make_driver is not None, "of cards that are here"
+        layout = self._layout
+        # Those of the card's own lane are in use; nobody moves anything meanwhile.
+        words = layout.counter(TRY_COUNTER + 2 * self.card)
+        regions = Regions(layout.pinned, weights, layout.abort, words)
+        driver = self._make_driver(handle.uuid)
+        self._statistics[IS_OPEN] = 1
+        try:
+            return CardCopier(
+                driver,
+                self._arena,
+                regions,
+                handle,
+                times=lambda clock: LinkTimes(self._arena, layout, self.card, clock),
+            )
+        except BaseException:
+            self._statistics[IS_OPEN] = 0
+            raise
+
+    def _copy_by(self, copier: Copier) -> None:
+        is_stopping = self._stopping.is_set
+        self._copies = CardCopies(self._arena, self._layout, self.card, copier, is_stopping)
+
+    def _close_own(self) -> None:
+        if self._own is not None:
+            self._own.enter()
+            self._own.close()
+            self._own = None
+            self._statistics[IS_OPEN] = 0
 
     # -- calls from the engine
 
@@ -127,6 +196,8 @@ class TransferLane:
     def move(self, moves: Sequence[tuple[int, int, int]]) -> int:
         """Copy blocks beside the sweep: (block, from, to), offsets. Returns the bytes."""
         moved = 0
+        if self._own is not None:
+            self._own.enter()
         for block, source, target in moves:
             if self._stopping.is_set() or counter_value(self._arena.base + self._layout.abort):
                 raise ValueError(f"h2d:{self.card}: stopped while blocks were moved")
@@ -136,16 +207,31 @@ class TransferLane:
             moved += nbytes
         return moved
 
+    def move_cached(self, nbytes: int) -> None:
+        """Take the time of keys and values that come to an emulated card, or leave it.
+
+        Their bytes stay: such a card reads them where the processor does.
+        """
+        self._copies.move(KEYS_AND_VALUES, nbytes, 0, 0)
+        self._statistics[MOVED_NBYTES] += nbytes
+
     def stop(self) -> None:
         self._stopping.set()
+        if not self._is_running:
+            self._close_own()
 
     def run(self) -> str | None:
         """Copy until `stop` or the abort word. Returns the error that ended it, if any."""
+        self._is_running = True
         try:
+            if self._own is not None:
+                self._own.enter()
             _Sweeps(self).run()
         except Exception as error:  # the lane's only report: engine and peers must be told
             self.error = f"h2d:{self.card}: {type(error).__name__}: {error}"
             self._arena.view(self._layout.abort, np.int32, 1)[0] = 1
+        finally:
+            self._close_own()
         return self.error
 
     def _address(self, counter: int) -> int:
@@ -174,6 +260,7 @@ class _Sweeps:
                 self._begin_step()
             ahead = self._is_ahead()
             if ahead is None:  # nothing to do, and no room, before another step begins
+                lane._copies.look()
                 wait_counter(lane._address(STEP_COUNTER), self._step + 1, abort, 0, LOOK_UP_NS)
                 continue
             freed = self._free_at.get(self._next - lane._where.num_slots)

@@ -26,10 +26,12 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 import gpu_copies
 import gpu_crossings
 import gpu_kernels
+import gpu_models
 from gpu_rig import Rig, Row, Section, note
 from machine import hardware_line, versions
 
 from shadowlane.actors.cuda.driver import CudaError
+from shadowlane.models import resolve_model
 from shadowlane.sizes import parse_size
 
 SECTIONS: list[tuple[str, Section]] = [
@@ -46,6 +48,7 @@ SECTIONS: list[tuple[str, Section]] = [
     ("stream aliasing", gpu_crossings.stream_aliasing),
     ("matvecs", gpu_kernels.matvecs),
 ]
+MODELS = "models"  # the last section; it needs the card for itself
 
 
 def run_section(rig: Rig, name: str, section: Section, until: float, out: TextIO) -> None:
@@ -70,6 +73,30 @@ def run_section(rig: Rig, name: str, section: Section, until: float, out: TextIO
             rig.streams.abandon(5.0)
 
 
+def run_models(given: argparse.Namespace, until: float, out: TextIO) -> None:
+    """The last section: other processes on the card, whose memory is theirs."""
+
+    def tell(line: Row) -> None:
+        print(line.json(), file=out, flush=True)
+
+    if time.monotonic() >= until:
+        tell(note(MODELS, skipped="no time is left"))
+        return
+    try:
+        model = resolve_model(given.model)
+        gguf = model if model.suffix == ".gguf" else given.gguf
+        course = gpu_models.Course(model, gguf, given.peer_python, given.rounds)
+        for line in gpu_models.models(course, until):
+            tell(line)
+    except Exception as error:  # what was measured before stands
+        tell(note(MODELS, error=" ".join(f"{type(error).__name__}: {error}".split())))
+
+
+def close(rig: Rig) -> None:
+    with suppress(CudaError):
+        rig.close()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the lines here as well as to the terminal")
@@ -77,6 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--card", type=int, default=0, help="number of the card")
     parser.add_argument("--size", default="1GiB", help="weights to copy, in RAM and on the card")
     parser.add_argument("--repeats", type=int, default=200, help="round trips of each kind")
+    parser.add_argument("--model", default="smollm2", help="of the last section: a name or a path")
+    parser.add_argument("--gguf", type=Path, help="the same weights for llama.cpp")
+    parser.add_argument("--peer-python", default=sys.executable, help="with accelerate, llama.cpp")
+    parser.add_argument("--rounds", type=int, default=3, help="of the last section")
     parser.add_argument("--only", help="comma-separated sections; default: all")
     for option, default in (
         ("--driver", "shadowlane.actors.cuda.driver:CudaDriver"),
@@ -84,12 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         parser.add_argument(option, default=default, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    known = [name for name, _ in SECTIONS]
+    known = [*(name for name, _ in SECTIONS), MODELS]
     wanted = given.only.split(",") if given.only else known
     if unknown := [name for name in wanted if name not in known]:
         parser.error(f"sections must be among {', '.join(known)}; got {unknown[0]}")
     if given.repeats < 1:
         parser.error(f"--repeats must be at least 1; got {given.repeats}")
+    if given.rounds < 1:
+        parser.error(f"--rounds must be at least 1; got {given.rounds}")
 
     until = time.monotonic() + 60 * given.minutes
     try:
@@ -108,9 +141,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, section in SECTIONS:
             if name in wanted:
                 run_section(rig, name, section, until, out)
+        close(rig)
+        if MODELS in wanted:
+            run_models(given, until, out)
     finally:
-        with suppress(CudaError):
-            rig.close()
+        close(rig)
         gc.enable()
         if isinstance(out, Tee):
             out.close()

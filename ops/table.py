@@ -262,6 +262,7 @@ WAIT_NS: Final = 1
 DISK_WAIT_NS: Final = 2
 RUN_DELAY_NS: Final = 4  # runnable but not running, as the kernel counts it
 NUM_SPANS: Final = 3  # spans written since the start; the ring keeps the last SPAN_RING of them
+TIMED_STEP: Final = 5  # of a card: the newest step of which all spans have been written
 WORKER_HEADER_NBYTES: Final = 128
 SPAN_RING: Final = 1 << 15
 SPAN_FIELDS: Final = 5  # step, group, start_ns, end_ns, ns waited for the disk in between

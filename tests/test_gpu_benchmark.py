@@ -14,6 +14,22 @@ KERNELS = ["--kernels", "recording_kernels:RecordingKernels"]
 SMALL = [*KERNELS, "--size", "4MiB", "--repeats", "4"]
 
 
+SECTIONS = (
+    "device",
+    "pinning",
+    "contexts",
+    "sharing",
+    "rates",
+    "overlap",
+    "crossings",
+    "under weights",
+    "behind kernels",
+    "queue depth",
+    "stream aliasing",
+    "matvecs",
+)
+
+
 @pytest.fixture(autouse=True)
 def _benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -27,7 +43,8 @@ def run(out: Path, *arguments: str) -> list[dict]:
 
 
 def test_every_section_measures_something(tmp_path: Path) -> None:
-    rows = run(tmp_path / "card.jsonl", "--driver", "recording_driver:RecordingDriver")
+    driver = ("--driver", "recording_driver:RecordingDriver")
+    rows = run(tmp_path / "card.jsonl", *driver, "--only", ",".join(SECTIONS))
     names = [each["name"] for each in rows]
     assert len(set(names)) == len(names)
     assert names[:2] == ["machine", "device"]
@@ -160,10 +177,110 @@ def test_no_card_is_one_line(
     )
 
 
-@pytest.mark.parametrize("wrong", [["--only", "rates,all"], ["--repeats", "0"]])
+@pytest.mark.parametrize("wrong", [["--only", "rates,all"], ["--repeats", "0"], ["--rounds", "0"]])
 def test_wrong_arguments_are_refused(wrong: list[str]) -> None:
     from gpu import main
 
     with pytest.raises(SystemExit) as raised:
         main(wrong)
     assert raised.value.code == 2
+
+
+PEER = """
+import json, pathlib, sys
+name = pathlib.Path(__file__).stem
+with open(pathlib.Path(__file__).with_name("runs"), "a") as runs:
+    print(name, *[each for each in sys.argv if "gpu" in each], file=runs)
+turn = len(pathlib.Path(__file__).with_name("runs").read_text().splitlines())
+if name == "llamacpp_run" and "--gpu-layers=3" in sys.argv:
+    sys.exit("error: no room on the card")
+rate = {"shadowlane_run": 100.0, "accelerate_run": 10.0, "llamacpp_run": 50.0}[name] + turn
+print("a word before")
+print(json.dumps({"decode_tok_per_s": rate, "prefill_tok_per_s": 2 * rate, "version": "1",
+                  "settings": {}}))
+"""
+
+
+@pytest.fixture
+def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Peers that note when they are run, instead of those that need a card."""
+    import gpu_models
+
+    folder = tmp_path / "peers"
+    folder.mkdir()
+    for name in ("shadowlane_run", "accelerate_run", "llamacpp_run"):
+        (folder / f"{name}.py").write_text(PEER)
+    monkeypatch.setattr(gpu_models, "PEERS", folder)
+    monkeypatch.setattr(gpu_models, "num_layers", lambda path: 4)
+    monkeypatch.setattr(gpu_models, "why_not", lambda engine, course: None)
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"vocab_size": 512}')
+    (folder / "model.safetensors").write_bytes(bytes(4000))
+    return folder
+
+
+RECORDING = ("--driver", "recording_driver:RecordingDriver", "--only", "models")
+
+
+def test_models_are_run_in_turns_at_three_budgets(tmp_path: Path, peers: Path, model: Path) -> None:
+    given = ("--model", str(model), "--gguf", str(model / "x.gguf"), "--rounds", "2")
+    rows = run(tmp_path / "card.jsonl", *RECORDING, *given)
+    one_round = [
+        line
+        for percent in (25, 50, 75)
+        for line in (
+            f"shadowlane_run --set=gpu_memory={40 * percent}",
+            f"accelerate_run --gpu={40 * percent}",
+            f"llamacpp_run --gpu-layers={percent // 25}",
+        )
+    ]
+    assert (peers / "runs").read_text().splitlines() == 2 * one_round
+    found = {each["name"]: each for each in rows}
+    decode = found["accelerate with 25 % of the weights' bytes: decode"]
+    assert (decode["median"], decode["p99"], decode["most"]) == (16.5, 12.0, 21.0)
+    assert (decode["unit"], decode["rounds"]) == ("tok/s", 2)
+    ratios = [101.0 / 12.0, 110.0 / 21.0]
+    assert decode["ratio_of_first"] == pytest.approx([sum(ratios) / 2, ratios[1], ratios[0]])
+    failed = found["llama.cpp with 75 % of the weights' bytes"]
+    assert failed["error"] == "exit 1: error: no room on the card"
+    assert "llama.cpp with 75 % of the weights' bytes: decode" not in found
+    assert "llama.cpp with 50 % of the weights' bytes: prefill" in found
+
+
+def test_what_is_not_installed_is_a_line(
+    tmp_path: Path, peers: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu_models
+
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(gpu_models, "PEERS", peers)
+    monkeypatch.setattr(gpu_models, "has_package", lambda python, package: False)
+    rows = run(tmp_path / "card.jsonl", *RECORDING, "--model", str(model), "--rounds", "1")
+    found = {each["name"]: each for each in rows}
+    assert found["model with accelerate"]["skipped"] == "accelerate is not installed"
+    assert "needs --gguf" in found["model with llama.cpp"]["skipped"]
+    assert (peers / "runs").read_text().count("shadowlane_run") == 3
+
+
+def test_models_end_when_the_time_is_over(peers: Path, model: Path) -> None:
+    import time
+
+    import gpu_models
+
+    course = gpu_models.Course(model, model / "x.gguf", "python", rounds=3)
+    (line,) = gpu_models.models(course, time.monotonic() + gpu_models.LEAST_S / 2)
+    assert line.extras["skipped"] == "no time is left for all rounds"
+    assert not (peers / "runs").exists()
+
+
+def test_a_model_that_is_not_there_is_a_line(tmp_path: Path) -> None:
+    rows = run(tmp_path / "card.jsonl", *RECORDING, "--model", str(tmp_path / "none"))
+    assert rows[-1]["name"] == "models"
+    assert rows[-1]["error"].startswith("ModelError: no such model")

@@ -14,6 +14,9 @@ def main() -> None:
         offload=lambda parser: parser.add_argument(
             "--offload-folder", help="default: a temporary folder beside the model"
         ),
+        gpu=lambda parser: parser.add_argument(
+            "--gpu", type=int, metavar="BYTES", help="of weights on the first card; default: none"
+        ),
     )
     if not given.ram:
         raise SystemExit("error: --ram must say how much accelerate may keep on the CPU")
@@ -24,6 +27,8 @@ def main() -> None:
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(given.threads)
+    ram = int(given.ram) if given.ram.isdigit() else given.ram
+    card = {} if given.gpu is None else {0: given.gpu}
     with tempfile.TemporaryDirectory(dir=given.offload_folder) as folder:
         began = time.monotonic()
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -31,7 +36,7 @@ def main() -> None:
             dtype=torch.bfloat16,
             attn_implementation="sdpa",
             device_map="auto",
-            max_memory={"cpu": given.ram},
+            max_memory={"cpu": ram, **card},
             offload_folder=folder,
         ).eval()
         load_s = time.monotonic() - began
@@ -49,6 +54,7 @@ def main() -> None:
                 "dtype": "bfloat16",
                 "threads": given.threads,
                 "max_memory_cpu": given.ram,
+                "max_memory_gpu": given.gpu,
                 "modules_on_cpu": sum(str(device) == "cpu" for device in devices),
                 "modules_on_disk": sum(str(device) == "disk" for device in devices),
             },

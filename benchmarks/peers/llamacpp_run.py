@@ -57,6 +57,7 @@ def main() -> None:
         __doc__,
         mmap=lambda parser: parser.add_argument("--no-mmap", dest="mmap", action="store_false"),
         batch=lambda parser: parser.add_argument("--batch", type=int, default=512),
+        gpu=lambda parser: parser.add_argument("--gpu-layers", type=int, default=0),
     )
     import llama_cpp as lib
 
@@ -74,7 +75,7 @@ def main() -> None:
     configure(
         model_params,
         load_mode=load_modes[given.mmap],
-        n_gpu_layers=0,
+        n_gpu_layers=given.gpu_layers,
         use_extra_bufts=not given.mmap,
     )
     model = lib.llama_model_load_from_file(given.model.encode(), model_params)
@@ -104,7 +105,13 @@ def main() -> None:
     report(
         "llama.cpp",
         f"llama-cpp-python {lib.__version__}",
-        {"mmap": given.mmap, "threads": given.threads, "batch": given.batch, "built": features},
+        {
+            "mmap": given.mmap,
+            "gpu_layers": given.gpu_layers,
+            "threads": given.threads,
+            "batch": given.batch,
+            "built": features,
+        },
         marks,
         len(ids),
         load_s,

@@ -30,6 +30,8 @@ def timed_generate(
     import torch
 
     prompt = torch.tensor([ids])
+    if model.device.type == "cuda":
+        prompt = prompt.to(model.device)
     marks = Marks(began=time.monotonic())
     with torch.inference_mode():
         output = model.generate(

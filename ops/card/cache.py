@@ -64,18 +64,34 @@ class KvCache:
             if last <= first:
                 continue
             nbytes = self.nbytes(last - first)
-            memory = (
+            self.hold_in(
+                layer,
+                first,
+                last,
                 torch.empty(nbytes, dtype=torch.uint8, device=self._device)
                 if self._allocate is None
-                else self._allocate(nbytes)
+                else self._allocate(nbytes),
             )
-            # NOTE: what no token has written takes part in sums with weight 0, so it must be finite
-            memory.zero_()
-            shape = (self._num_pages + 1, 2, last - first, self.page_tokens, self._row_nbytes)
-            pages = memory.view(shape)
-            if self.layout in DIRECT:
-                pages = pages.view(DIRECT[self.layout])
-            self.layers[layer] = HeldHeads(first, last, pages)
+
+    def hold_in(self, layer: int, first: int, last: int, memory: torch.Tensor) -> None:
+        """Hold KV heads [first, last) of a layer in this memory, as `Allocate` gives it."""
+        # NOTE: what no token has written takes part in sums with weight 0, so it must be finite
+        memory.zero_()
+        shape = (self._num_pages + 1, 2, last - first, self.page_tokens, self._row_nbytes)
+        pages = memory.view(shape)
+        if self.layout in DIRECT:
+            pages = pages.view(DIRECT[self.layout])
+        self.layers[layer] = HeldHeads(first, last, pages)
+
+    def read_pages(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """What a layer's heads have in these pages (int64), bytes: [pages, 2, heads, page bytes]"""
+        held = self.layers[layer].pages
+        return held[pages].flatten(-2).view(torch.uint8)
+
+    def write_pages(self, layer: int, pages: torch.Tensor, cached: torch.Tensor) -> None:
+        """Put back what `read_pages` gave, of the same heads of whichever card or arena."""
+        held = self.layers[layer].pages
+        held[pages] = cached.view(held.dtype).view(len(pages), *held.shape[1:])
 
     def page(self, layer: int, page: int, value: int, head: int) -> torch.Tensor:
         """One head's keys (value = 0) or values (1) of a page: uint8 [page bytes], to be copied."""

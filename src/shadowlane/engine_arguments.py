@@ -124,8 +124,7 @@ def spec_of(path: Path, asked: EngineArguments) -> ServiceSpec:
         expand=_expand(asked.expand, is_budget_named=asked.ram is not None),
         direct=switch("direct_io", asked.direct_io),
         prefetch=switch("prefetch", asked.prefetch),
-        # NOTE: how long a card was busy is not measured yet, so a shadow would learn from nothing.
-        replan=switch("replan", asked.replan) and measured is None,
+        replan=switch("replan", asked.replan),
         shares=None if asked.shares is None else lane_shares(asked.shares, len(cores)),
         spin_us=SPIN_US
         if asked.spin_us is None

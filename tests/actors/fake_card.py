@@ -17,8 +17,9 @@ import pytest
 import torch
 from recording_driver import RecordingDriver
 
+from shadowlane.actors.cuda.driver import CudaError, Driver
 from shadowlane.actors.cuda.runtime import CardRuntime
-from shadowlane.actors.hosts import CardLaneHost, Remote, _LocalRemote
+from shadowlane.actors.hosts import CardLaneHost, Remote, TransferLaneHost, _LocalRemote
 
 CARD_NBYTES = 4 << 30  # of which only what is touched is really taken
 
@@ -80,11 +81,31 @@ class FakeCardHost(CardLaneHost):
         return FakeRuntime(self._driver)
 
 
+class FakeLinkHost(TransferLaneHost):
+    """A transfer lane whose process has a driver of its own."""
+
+    def __init__(self, card: int, driver: FakeDriver | None) -> None:
+        super().__init__(card)
+        self._driver = driver
+
+    def make_driver(self, uuid: str) -> Driver:
+        if self._driver is None:
+            raise CudaError("cuInit", "CUDA_ERROR_NO_DEVICE")
+        return self._driver
+
+
 @contextmanager
 def fake_cards(
-    patch: pytest.MonkeyPatch, cards: int = 1, base: type = inprocess.ScriptedHost, **abilities: Any
+    patch: pytest.MonkeyPatch,
+    cards: int = 1,
+    base: type = inprocess.ScriptedHost,
+    processes: list[FakeDriver] | None = None,
+    **abilities: Any,
 ) -> Iterator[list[FakeDriver]]:
-    """Engines that `running` starts get these cards. At the end nothing may be left of them."""
+    """Engines that `running` starts get these cards. At the end nothing may be left of them.
+
+    processes: drivers of the transfer lanes' processes; None: these see no card.
+    """
     drivers = [FakeDriver(**abilities) for _ in range(cards)]
 
     class Host(base):
@@ -92,6 +113,10 @@ def fake_cards(
             assert not is_emulated
             lane = FakeCardHost(number, card, drivers[card])
             return self.as_remote(_LocalRemote(f"gpu:{card}", lane, self._pool))
+
+        def start_link(self, card: int) -> Remote:
+            link = FakeLinkHost(card, processes[card] if processes else None)
+            return self.as_remote(_LocalRemote(f"h2d:{card}", link, self._pool))
 
         def as_remote(self, remote: Remote) -> Remote:
             wrap = getattr(super(), "as_remote", None)
@@ -105,7 +130,7 @@ def fake_cards(
         finally:  # the cause, where a test has failed for it
             for driver in drivers:
                 assert not driver.failed, driver.failed
-    for driver in drivers:
+    for driver in [*drivers, *(processes or [])]:
         assert driver.stuck() == {}, "no stream may be left waiting"
         assert not any(driver.left().values()), driver.left()
         assert driver.hazards == [], sorted(set(driver.hazards))

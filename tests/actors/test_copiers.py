@@ -16,7 +16,7 @@ import pytest
 
 from shadowlane.actors.arena import Arena
 from shadowlane.actors.blueprint import PAGE
-from shadowlane.actors.copier import CopyError, MemoryCopier, Way, chunks
+from shadowlane.actors.copier import About, CopyError, MemoryCopier, Way, chunks
 from shadowlane.actors.copy_choice import CopyTimes, Course, choose, time_copies
 from shadowlane.actors.copy_ring import (
     RECORDS,
@@ -143,11 +143,21 @@ class Noting:
         self.given.append(("wait", counter, value))
 
     def copy(
-        self, source: int, target: int, nbytes: int, counter: int, value: int, way: Way = "h2d"
+        self,
+        source: int,
+        target: int,
+        nbytes: int,
+        counter: int,
+        value: int,
+        way: Way = "h2d",
+        about: About = (0, 0),
     ) -> None:
         if len(self.given) == self._fails_at:
             raise CopyError("cudaMemcpyAsync of 4 KiB: cudaErrorIllegalAddress")
         self.given.append((way, source, target, nbytes, counter, value))
+
+    def look(self) -> bool:
+        return False
 
     def close(self) -> None: ...
 
@@ -343,7 +353,10 @@ def test_the_process_must_win_clearly(
     process: float, card_gib: int, is_wsl2: bool, chosen: str
 ) -> None:
     choice = choose(
-        lambda: times(10.0), lambda: times(process), card_nbytes=card_gib << 30, is_wsl2=is_wsl2
+        lambda: times(10.0),
+        lambda: times(process),
+        card_nbytes=lambda: card_gib << 30,
+        is_wsl2=is_wsl2,
     )
     assert choice.submitter == chosen
     assert f"{process / 10:.2f} times the rate" in choice.reason
@@ -351,13 +364,13 @@ def test_the_process_must_win_clearly(
 
 
 def test_what_does_not_work_is_not_chosen() -> None:
-    choice = choose(lambda: times(1), refuses("no IPC here"), card_nbytes=1 << 33)
+    choice = choose(lambda: times(1), refuses("no IPC here"), card_nbytes=lambda: 1 << 33)
     assert (choice.submitter, choice.process) == ("thread", None)
     assert choice.reason.endswith("no IPC here")
-    choice = choose(refuses("no thread"), lambda: times(1), card_nbytes=1 << 33)
+    choice = choose(refuses("no thread"), lambda: times(1), card_nbytes=lambda: 1 << 33)
     assert (choice.submitter, choice.thread) == ("process", None)
     with pytest.raises(CopyError, match="nor a process"):
-        choose(refuses("no thread"), refuses("nor a process"), card_nbytes=1 << 33)
+        choose(refuses("no thread"), refuses("nor a process"), card_nbytes=lambda: 1 << 33)
 
 
 def test_copies_are_timed_until_their_counter_is_seen(arena: Arena) -> None:

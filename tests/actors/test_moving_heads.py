@@ -1,0 +1,149 @@
+"""Re-plans that move KV heads between cards and RAM: what is cached comes along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cards import drawn, machine_with
+from fake_card import fake_cards
+from inprocess import AMPLE, ONE_THREAD, InProcess, running, small_blocks
+from tiny import tiny_tokens
+
+from shadowlane.actors.blueprint import Options
+from shadowlane.actors.held_heads import Heads, heads_on, num_moved, page_nbytes
+from shadowlane.actors.link_statistics import KEYS_AND_VALUES
+from shadowlane.actors.spec import CardSettings, Emulated
+from shadowlane.planner.placement import Placement
+
+OPTIONS = Options(context=128, prefill_chunk=24)
+PROMPT = tiny_tokens(41)
+TURNS = 4
+TOKENS = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with small_blocks(4096):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        return engine.generate(PROMPT, max_tokens=TOKENS)
+
+
+def over(model: Path, seed: int, cards: int, **how: Any) -> Any:
+    return running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        first=drawn(seed, cards),
+        cards=(CardSettings(1 << 30),) * cards,
+        **how,
+    )
+
+
+def in_turns(engine: InProcess, seed: int, cards: int) -> list[Placement]:
+    """Have the planner go through placements at random, all within one answer."""
+    planner, now = engine.planner, engine.engine
+    assert planner is not None
+    turns = [
+        replace(drawn(seed + turn, cards)(now.blueprint.catalog, now.request), placement_id=turn)
+        for turn in range(1, TURNS + 1)
+    ]
+    planner.script += [(5 * turn, each) for turn, each in enumerate(turns, 1)]
+    return turns
+
+
+def moves_heads(engine: InProcess, turns: list[Placement], cards: int) -> bool:
+    before = [engine.engine.placement, *turns]
+    blueprint = engine.engine.blueprint
+    return any(
+        heads_on(blueprint, old, f"gpu:{card}") != heads_on(blueprint, new, f"gpu:{card}")
+        for old, new in zip(before, turns, strict=False)
+        for card in range(cards)
+    )
+
+
+def until_switched(engine: InProcess, expected: list[int]) -> None:
+    assert engine.planner is not None
+    for _ in range(20):
+        assert engine.generate(PROMPT, max_tokens=TOKENS) == expected
+        if len(engine.planner.announced) == TURNS + 1:
+            break
+    assert [each for each, _ in engine.planner.announced] == list(range(TURNS + 1))
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("seed", [0, 10, 20])
+def test_tokens_are_the_same_while_heads_move_on_cards(
+    model: Path, expected: list[int], seed: int, cards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        fake_cards(monkeypatch, cards),
+        over(model, seed, cards, machine=machine_with(cards)) as engine,
+    ):
+        turns = in_turns(engine, seed, cards)
+        assert moves_heads(engine, turns, cards)
+        until_switched(engine, expected)
+        now = engine.engine
+        for part, there in zip(now.placement.cards, now.crew.card_homes, strict=True):
+            held = heads_on(now.blueprint, now.placement, part.lane)
+            assert set(there.offsets) == {*part.resident, *held}, "what nobody needs is dropped"
+
+
+def test_heads_that_find_no_room_in_one_piece_lie_beside_the_budget(
+    model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        fake_cards(monkeypatch),
+        over(model, 10, 1, machine=machine_with(1)) as engine,
+    ):
+        (there,) = engine.engine.crew.card_homes
+        take = there.take
+
+        def no_heads(keys: Any) -> dict[Any, int]:
+            keys = list(keys)
+            return {} if any(isinstance(each, Heads) for each in keys) else take(keys)
+
+        turns = in_turns(engine, 10, 1)
+        assert moves_heads(engine, turns, 1)
+        monkeypatch.setattr(there, "take", no_heads)
+        until_switched(engine, expected)
+
+
+def test_heads_of_emulated_cards_take_the_time_of_their_bytes(
+    model: Path, expected: list[int]
+) -> None:
+    emulated = Emulated(machine_with(1), slowed=1.0)
+    with over(model, 10, 1, emulated=emulated) as engine:
+        now = engine.engine
+        turns = in_turns(engine, 10, 1)
+        before = [now.placement, *turns]
+        until_switched(engine, expected)
+        moved = [
+            num_moved(*(heads_on(now.blueprint, each, "gpu:0") for each in pair))
+            for pair in zip(before, turns, strict=False)
+        ]
+        spans = now.gauges.link_spans(0)
+        spans = spans[spans[:, 1] == KEYS_AND_VALUES]
+        one = page_nbytes(now.blueprint)
+        rate = now.settings.emulated.hardware.cards[0].h2d_bytes_per_s
+    assert any(moved)
+    assert len(spans) == sum(map(bool, moved))
+    for heads, nbytes in zip([each for each in moved if each], spans[:, 4].tolist(), strict=True):
+        pages, rest = divmod(nbytes, heads * one)
+        assert rest == 0
+        assert 1 <= pages <= 4, "of a context of 128 tokens"
+    assert (spans[:, 3] - spans[:, 2] >= 0.5 * 1e9 * spans[:, 4] / rate).all()
