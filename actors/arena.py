@@ -22,6 +22,7 @@ from shadowlane.actors.scratch import SHARED_BUFFERS, TURN_BUFFERS, route_layout
 from shadowlane.ops import table as t
 from shadowlane.ops.emulated import LAW_NBYTES, LOADS_NBYTES
 from shadowlane.planner.placement import CardPart, Placement, whole_pages
+from shadowlane.planner.search import later_slots
 from shadowlane.sizes import FreeRam, format_size, free_ram
 
 DISK_COUNTER = t.MAX_LANES  # counters 0..MAX_LANES-1 are the compute lanes'
@@ -262,7 +263,7 @@ def plan_layout(
     on_cards = sum(card.kv_nbytes for card in placement.cards)
     kv = take(placement.kv_nbytes + on_cards)
     worker_scratch = tuple(take(count * plan.worker_nbytes) for count in threads)
-    ring = take(placement.slots_nbytes)
+    ring, num_slots = take(placement.slots_nbytes), placement.num_slots
     # Beside cards other blocks may live here later, as many as the budget has room for.
     all_weights = sum(whole_pages(block.held_nbytes) for block in blueprint.catalog.blocks)
     spare = min(all_weights, placement.weights_nbytes + placement.ram - placement.total_nbytes)
@@ -277,6 +278,10 @@ def plan_layout(
     used = cursor - budget_start - on_cards
     expected = placement.total_nbytes + weights_nbytes - placement.weights_nbytes
     assert used == expected, (used, expected)
+    if not num_slots and blueprint.experts is None and not are_here:
+        # For plans to come that stream, should the budget shrink: untouched pages take nothing.
+        num_slots = later_slots(placement.slot_nbytes)
+        ring = take(num_slots * placement.slot_nbytes)
     largest = max((whole_pages(nbytes) for nbytes in blueprint.held_nbytes), default=0)
     landing_nbytes = max(LANDING_NBYTES, largest) if are_here else 0
     landing = take(landing_nbytes)
@@ -317,7 +322,7 @@ def plan_layout(
         scratch=scratch,
         worker_scratch=worker_scratch,
         ring=ring,
-        num_slots=placement.num_slots,
+        num_slots=num_slots,
         slot_nbytes=placement.slot_nbytes,
         weights=weights,
         weights_nbytes=weights_nbytes,

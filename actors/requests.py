@@ -33,5 +33,6 @@ def request_of(options: Options, settings: EngineSettings) -> Request:
         strategy=settings.strategy,
         strategy_layers=settings.strategy_layers,
         replan=settings.replan,
+        headroom=settings.headroom,
         pins=dict(settings.pins),
     )

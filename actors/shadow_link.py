@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import suppress
 
 from shadowlane.actors.crew import Acknowledgement, Crew, Moves
 from shadowlane.actors.gauges import Gauges
 from shadowlane.actors.hosts import Host, LaneDied, Pending, Remote
+from shadowlane.actors.memory_pressure import read_ram
 from shadowlane.actors.recovery import kill_quietly
 from shadowlane.actors.spec import EngineSettings
 from shadowlane.planner import events as ev
@@ -24,6 +26,7 @@ EVENT_PERIOD_S = 0.05  # measurements go to the planner in batches this far apar
 # milliseconds, which the lanes' cores pay where there are no others.
 CALM_PERIODS = 5
 ATTENTIVE_S = 1.0  # after its last command that changes something
+RAM_PERIOD_S = 2.0  # how far apart looks at this machine's memory are
 RESTARTS = 3  # how often a planner that dies before it answers is started again
 
 
@@ -56,6 +59,7 @@ class ShadowLink:
         self._moves: Moves | None = None  # of the first of them
         self._waiting_for: list[Acknowledgement] = []
         self._sent_at = 0.0
+        self._looked_at = 0.0  # the memory of this machine
         self._heard_at = 0.0  # of a command that changes something
         self._restarts = 0
 
@@ -90,8 +94,17 @@ class ShadowLink:
         if self.is_open:
             self._events.append(event)
 
+    def _look_at_ram(self) -> None:
+        now = time.monotonic()
+        if self._request.headroom is None or now - self._looked_at < RAM_PERIOD_S:
+            return
+        self._looked_at = now
+        with suppress(OSError, ValueError):
+            self.note(ev.RamLooked(read_ram()))
+
     def talk(self, gauges: Gauges) -> None:
         """Take what has come, send what has gathered. May be called while a step runs."""
+        self._look_at_ram()
         self._go_on_moving()
         still = []
         for answer in self._waiting_for:

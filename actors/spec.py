@@ -87,6 +87,7 @@ class EngineSettings:
     machine: Hardware | None = None  # with cards that are here: what was measured of this one
     strategy: str = "auto"  # of placing groups over cards: searched for, or a layout by hand
     strategy_layers: int | None = None  # of a layout that counts layers; None: the best number
+    headroom: int | None = None  # what `ram` left free, for others; None: the budget was named
     pins: tuple[tuple[str, str], ...] = ()  # pattern of names of groups, home; see planner/pins.py
     spin_us: int = (
         SPIN_US  # what a wait may spin before it sleeps, until the planner says otherwise

@@ -36,6 +36,8 @@ from shadowlane.planner.lifecycle import Placements, Record
 from shadowlane.planner.pins import catalog_homes, check_pins_fit, pinned
 from shadowlane.planner.placement import InfeasiblePlan, Placement, Request, show_nbytes
 from shadowlane.planner.plan_of import plan_of
+from shadowlane.planner.ram_watch import RamWatch
+from shadowlane.planner.search import later_slots
 from shadowlane.planner.stages import first_stage
 from shadowlane.planner.trial import Option, Settings
 
@@ -74,6 +76,8 @@ class CardPlanner:
         self._expected: dict[int, _Expected] = {}
         self._after: Placement | None = None  # what a first stage makes room for
         self._left = MemoryTaken(0.0)  # as the shadow has it
+        self._taken = MemoryTaken(0.0)  # by other programs, beside what the budget gave way to
+        self.watch = None if request.headroom is None else RamWatch(request.ram, request.headroom)
 
     # -- what may be asked
 
@@ -109,7 +113,10 @@ class CardPlanner:
         elif isinstance(event, ev.StepRetired):
             commands = self._step_retired(event)
         elif isinstance(event, ev.MemoryLeft):
-            commands = self._memory_left(event)
+            self._taken = MemoryTaken(event.vram_taken_nbytes, event.ram_taken_nbytes)
+            commands = self._refit()
+        elif isinstance(event, ev.RamLooked):
+            commands = self._ram_looked(event)
         elif isinstance(event, ev.PlacementAcknowledged):
             commands = self.placements.acknowledge(event)
         elif isinstance(event, ev.PlacementAnnounced):
@@ -146,10 +153,14 @@ class CardPlanner:
         )
 
     def _exact(self, plan: Plan, question: Question) -> Placement:
-        """A running engine keeps its slots for experts in RAM. Raises InfeasiblePlan."""
+        """A running engine keeps its ring and its slots for experts. Raises InfeasiblePlan."""
         active = self.active_placement
-        slots = None if active is None else active.expert_slots
-        return place_on_cards(self.catalog, plan, self.request, question, expert_slots=slots)
+        if active is None:
+            return place_on_cards(self.catalog, plan, self.request, question)
+        ring = active.num_slots or later_slots(self.catalog.slot_nbytes)
+        request = replace(self.request, num_slots=self.request.num_slots or ring)
+        slots = active.expert_slots
+        return place_on_cards(self.catalog, plan, request, question, expert_slots=slots)
 
     # -- steps
 
@@ -209,10 +220,28 @@ class CardPlanner:
             )
         ]
 
-    def _memory_left(self, event: ev.MemoryLeft) -> list[ev.Command]:
+    def _ram_looked(self, event: ev.RamLooked) -> list[ev.Command]:
+        active = self.active_placement
+        if self.watch is None or self._shadow is None or active is None:
+            return []
+        if self.placements.is_switching:
+            return []
+        why = self.watch.read(event.found, active.total_nbytes)
+        if why is None:
+            return []
+        before, self.request = self.request, replace(self.request, ram=self.watch.budget)
+        commands = self._refit()
+        if self._left.ram_nbytes != self._taken.ram_nbytes + self.watch.taken:  # nothing fits
+            self.watch.refuse()
+            self.request = before
+        return [ev.Note(why), *commands]
+
+    def _refit(self) -> list[ev.Command]:
+        """The best plan for what other programs leave."""
         if self._shadow is None:
             return []
-        taken = MemoryTaken(event.vram_taken_nbytes, event.ram_taken_nbytes)
+        given = 0 if self.watch is None else self.watch.taken
+        taken = replace(self._taken, ram_nbytes=self._taken.ram_nbytes + given)
         try:
             commands = self._shadow.handle(taken)
         except TooLarge as error:  # a shadow that knew would find nothing in any later thought

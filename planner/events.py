@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Phase, Profile
+from shadowlane.planner.ram_watch import RamRead
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,13 @@ class MemoryLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class RamLooked:
+    """What a look at this machine's memory found; for budgets that nobody named."""
+
+    found: RamRead
+
+
+@dataclass(frozen=True, slots=True)
 class PlacementAcknowledged:
     lane: str
     placement_id: int
@@ -105,6 +113,7 @@ Event = (
     | LaneRestored
     | BudgetChanged
     | MemoryLeft
+    | RamLooked
     | PlacementAcknowledged
     | PlacementAnnounced
     | PlacementRefused

@@ -55,6 +55,7 @@ class Request:
     strategy: str = "auto"  # with cards: searched for, or a layout by hand
     strategy_layers: int | None = None  # of a layout that counts layers; None: as many as are best
     replan: bool = True
+    headroom: int | None = None  # bytes that `ram` left free, for others; None: it was named
 
     def __post_init__(self) -> None:
         if self.ram < 1:

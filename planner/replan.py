@@ -8,7 +8,7 @@ from dataclasses import replace
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.placement import InfeasiblePlan, Placement, Request
-from shadowlane.planner.search import place
+from shadowlane.planner.search import later_slots, place
 from shadowlane.planner.trial import Option
 
 
@@ -34,8 +34,9 @@ def plan_again(
         request, context=now.placement.context_tokens, subchunks=now.placement.subchunks
     )
     copies = now.placement.expanded
-    # The ring that is there stays as it is, where the budget allows that.
-    same_ring = replace(asked, num_slots=now.placement.num_slots or asked.num_slots)
+    # The ring that is there, or that there is room for, stays as it is, where the budget allows it.
+    slots = now.placement.num_slots or asked.num_slots or later_slots(catalog.slot_nbytes)
+    same_ring = replace(asked, num_slots=slots)
     current = None if anew else now.placement
     weights = held or None
     try:

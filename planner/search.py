@@ -195,6 +195,11 @@ def _place(
     return placement
 
 
+def later_slots(slot_nbytes: int) -> int:
+    """Slots of the ring of a plan that needs none yet, should it ever have to stream."""
+    return max(MIN_SLOTS, min(RING_SLOTS, RING_NBYTES // max(1, slot_nbytes)))
+
+
 def least_slots(experts: Experts) -> int:
     """The fewest experts in RAM with which a mixture can run."""
     return min(experts.total, experts.top_k + SPARE_EXPERTS)

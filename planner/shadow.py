@@ -26,6 +26,7 @@ from shadowlane.planner.placement import (
     show_nbytes,
 )
 from shadowlane.planner.profile import Profile
+from shadowlane.planner.ram_watch import RamWatch
 from shadowlane.planner.replan import moved_nbytes, plan_again
 from shadowlane.planner.search import place, with_weights
 from shadowlane.planner.simulate import simulate
@@ -54,6 +55,8 @@ class PlannerState:
         self.catalog = catalog
         self.request = request
         self.settings = settings or Settings()
+        self._for_watch: int | None = None  # the placement that the newest budget of it wanted
+        self.watch = None if request.headroom is None else RamWatch(request.ram, request.headroom)
         self.cost = CostModel(profile)  # without drift
         self.placements = Placements(self.settings, self.story)
         self.trial: Trial | None = None  # the comparison under way
@@ -128,6 +131,8 @@ class PlannerState:
             commands = self._placement_refused(event)
         elif isinstance(event, ev.MemoryLeft):
             commands = []  # of cards: see `card_planner.py`
+        elif isinstance(event, ev.RamLooked):
+            commands = self._ram_looked(event)
         else:
             commands = self._profile_measured(event.profile)
         self.history.extend(f"-> {ev.brief(command)}" for command in commands)
@@ -167,12 +172,25 @@ class PlannerState:
             *self._replan(f"{name} is back and has lost its programs"),
         ]
 
-    def _budget_changed(self, ram: int) -> list[ev.Command]:
+    def _ram_looked(self, event: ev.RamLooked) -> list[ev.Command]:
+        active = self.active_placement
+        if self.watch is None or active is None or self.placements.is_switching:
+            return []
+        why = self.watch.read(event.found, active.total_nbytes)
+        if why is None:
+            return []
+        commands = self._budget_changed(self.watch.budget, why)
+        self._for_watch = self.placements.pending
+        if self.request.ram != self.watch.budget:
+            self.watch.refuse()
+        return commands
+
+    def _budget_changed(self, ram: int, why: str | None = None) -> list[ev.Command]:
         before, self.request = self.request, replace(self.request, ram=ram)
         if not self._alive_lanes():
             return [ev.Note("the new budget counts once a compute lane is alive")]
         try:
-            return self._replan(f"the RAM budget is now {show_nbytes(ram)}")
+            return self._replan(why or f"the RAM budget is now {show_nbytes(ram)}")
         except InfeasiblePlan as error:
             self.request = before
             return [ev.Note(f"the budget cannot change: {error}; the plan stays as it is")]
@@ -194,6 +212,9 @@ class PlannerState:
         if record is None:
             return []
         self.refused.add(self._content(record))
+        if self.watch is not None and event.placement_id == self._for_watch:
+            self.watch.refuse()
+            self.request = replace(self.request, ram=self.watch.budget)
         if self.trial is not None and self.trial.current is record.option:
             self.trial = None
         commands = self.placements.refuse(event.placement_id)

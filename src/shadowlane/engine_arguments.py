@@ -113,8 +113,10 @@ def spec_of(path: Path, asked: EngineArguments) -> ServiceSpec:
         if asked.prefill_chunk is None
         else whole_number("prefill_chunk", asked.prefill_chunk, 1),
     )
+    ram, headroom = _ram(asked.ram, emulated)
     settings = EngineSettings(
-        ram=_ram(asked.ram, emulated),
+        ram=ram,
+        headroom=headroom,
         cards=cards,
         emulated=emulated,
         machine=measured,
@@ -170,15 +172,19 @@ def _machine(
     return tuple(CardSettings(nbytes) for nbytes in budgets), None, measured
 
 
-def _ram(asked: str | int | None, emulated: Emulated | None) -> int:
-    """The budget; of an emulated machine no more than it has and no more than is free here."""
+def _ram(asked: str | int | None, emulated: Emulated | None) -> tuple[int, int | None]:
+    """(budget, what it leaves free for others); one that is named is kept, whatever others need.
+
+    Of an emulated machine no more than it has and no more than is free here.
+    """
     if asked is not None:
-        return parse_size(asked, "ram")
-    free = free_ram().budget_nbytes
+        return parse_size(asked, "ram"), None
+    free = free_ram()
     if emulated is None:
-        return free
+        return free.budget_nbytes, free.headroom_nbytes
     machine = emulated.hardware
-    return min(free, int(machine.ram_nbytes - machine.reserved_nbytes))
+    most = int(machine.ram_nbytes - machine.reserved_nbytes)
+    return min(free.budget_nbytes, most), free.headroom_nbytes
 
 
 def _expand(asked: bool | None, *, is_budget_named: bool) -> Expand:

@@ -121,17 +121,18 @@ def _cgroup_rooms(root: Path) -> list[tuple[str, int]]:
         hierarchy, controllers, name = line.split(":", 2)
         if hierarchy == "0":
             mount = root / "sys/fs/cgroup"
-            names = ("memory.max", "memory.current", "inactive_file")
+            limits, usage, stat = ("memory.max", "memory.high"), "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
             mount = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            limits = ("memory.limit_in_bytes",)
+            usage, stat = "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
         # Inside a container the name may be the host's and the mount its own root; groups that
         # are not there are skipped and the mount itself is always looked at.
         group = mount / name.lstrip("/")
         for folder in (group, *group.parents):
-            room = _room(folder, *names)
+            room = _room(folder, limits, usage, stat)
             if room is not None:
                 rooms.append(("/" + "/".join(folder.relative_to(mount).parts), room))
             if folder == mount:
@@ -139,12 +140,26 @@ def _cgroup_rooms(root: Path) -> list[tuple[str, int]]:
     return rooms
 
 
-def _room(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    """Bytes that still fit into the control group at `folder`; None if it sets no limit."""
+def _limit(path: Path) -> int | None:
     try:
-        most = int((folder / limit).read_text())
-        used = int((folder / usage).read_text())
+        return int(path.read_text())
     except (OSError, ValueError):  # no such group, or the limit is the word "max"
+        return None
+
+
+def _room(folder: Path, limits: tuple[str, ...], usage: str, reclaimable: str) -> int | None:
+    """Bytes that still fit into the control group at `folder`; None if it sets no limit.
+
+    limits: files with one each; above the one that is high tasks are throttled and not killed.
+    """
+    most = min(
+        (nbytes for each in limits if (nbytes := _limit(folder / each)) is not None), default=None
+    )
+    if most is None:
+        return None
+    try:
+        used = int((folder / usage).read_text())
+    except (OSError, ValueError):
         return None
     # File pages that nobody uses count as usage but make way for an allocation.
     try:

@@ -50,7 +50,7 @@ def test_the_rows_of_a_plan_cover_each_byte_once(part: float) -> None:
     assert len(parts) <= 8
     for row in parts:
         if row.name.startswith("layer"):
-            assert ("streams" in row.why) == (row.disk_nbytes > 0)
+            assert ("streams" in row.why) == (row.nbytes["disk"] > 0)
 
 
 def test_expanded_copies_are_shown_with_their_bytes_and_their_use() -> None:
