@@ -73,6 +73,9 @@ class Moves:
     pending: list[Pending] = field(default_factory=list)
     later: list[tuple[Remote, dict[int, int]]] = field(default_factory=list)  # per card
     read: set[int] = field(default_factory=set)  # of these, on their way off the disk
+    held: dict[int, int] = field(default_factory=dict)  # experts that stay in their slots: offset
+    leaving: list[int] = field(default_factory=list)  # experts that no card holds afterwards
+    room: list[int] = field(default_factory=list)  # of these, those copied to a slot
     why: str | None = None  # it cannot be
     is_withdrawn: bool = False  # nobody wants it any more
 
@@ -98,6 +101,8 @@ class Crew:
         self._brought: tuple[int, Phase] | None = None  # placement and phase of the newest step
         self._arriving: list[Placement] = []  # what is moved for, and not yet published
         self._heat: Heat | None = None
+        self._moving: Moves | None = None
+        self._held: dict[int, list[int]] = {}  # placement -> experts in RAM that left cards for it
         self.runs: dict[str, Pending] = {}
         self.cpus: list[Remote] = []  # compute lanes of processors
         self.cards: list[Remote] = []  # compute lanes of cards
@@ -199,6 +204,11 @@ class Crew:
         set_abort(self._arena, self._layout, False)
         settle_counters(self._arena, self._layout, step, self.lane_bases, self._link_bases)
         self._brought = None
+        if self._moving is not None:  # nothing may be copied any more to what lanes give away anew
+            for each in self._moving.pending:
+                with suppress(Exception):
+                    each.result()
+        self._held = {}  # so have those that a disk lane held which begins anew
         for ring in self._layout.copy_rings:  # what was on its way is not wanted any more
             self._arena.view(ring, np.uint8, ring_nbytes())[:] = 0
         for each in self._open_lanes():
@@ -273,6 +283,7 @@ class Crew:
     def retire(self, placement_id: int) -> None:
         """Forget a placement that no step will use again, and what was moved for it alone."""
         self._published.pop(placement_id, None)
+        self._release_experts(self._held.pop(placement_id, []))
         for lane in [*self.computing, *self.links]:
             lane.call("retire", placement_id)
         kept = [each.placement for each in self._published.values()]
@@ -291,6 +302,8 @@ class Crew:
         self._start_sweep(placement, keeps_ring)
         self.placement = placement
         self._drop_all_but([placement])
+        for key in [each for each in self._held if each <= placement.placement_id]:
+            self._release_experts(self._held.pop(key))
 
     def _start_sweep(self, placement: Placement, keeps_ring: bool) -> None:
         """Tell the disk lane what to read from now on. `keeps_ring`: what was read ahead counts."""
@@ -497,6 +510,12 @@ class Crew:
             self._undo(moves)
             return moves
         self._arriving.append(placement)
+        self._moving = moves
+        try:
+            self._exchange_experts(moves)
+        except LaneDied:
+            self._undo(moves)
+            raise
         if taken:
             moves.pending.append(self.disk_lane.call("load", taken))
         for link, each in zip(self.links, moves.taken[1:], strict=True):
@@ -525,6 +544,8 @@ class Crew:
             if moves.later:
                 self._move_to_cards(moves)
                 return False
+            if not moves.is_withdrawn:
+                self._settle_experts(moves, is_there=True)
         except LaneDied:
             self._undo(moves)
             raise
@@ -536,6 +557,7 @@ class Crew:
                 self._undo(moves)
             else:
                 self._arriving.remove(moves.placement)
+                self._moving = None
         return True
 
     def _read_for_cards(self, moves: Moves, offsets: Mapping[int, int]) -> bool:
@@ -546,7 +568,7 @@ class Crew:
         read = {
             number: at
             for number, at in offsets.items()
-            if number not in self.homes.offsets and number not in moves.read
+            if not any(number in each for each in (self.homes.offsets, moves.held, moves.read))
         }
         if read:
             moves.read.update(read)
@@ -566,11 +588,69 @@ class Crew:
             return  # homes have been dropped meanwhile
         for link, offsets in moves.later:
             copies = [
-                (number, at if number in moves.read else self.homes.offsets[number], at)
+                (number, at if number in moves.read else self._in_ram(moves, number), at)
                 for number, at in offsets.items()
             ]
             moves.pending.append(link.call("move", copies))
         moves.later = []
+
+    def _in_ram(self, moves: Moves, number: int) -> int:
+        return moves.held.get(number) or self.homes.offsets[number]
+
+    # -- routed experts that come to cards, or leave them
+
+    def _exchange_experts(self, moves: Moves) -> None:
+        """Let those stay in RAM that are copied from there, and begin to copy back what leaves.
+
+        What leaves and finds no slot is read when it is chosen. Raises LaneDied.
+        """
+        if self._has_cards or self._blueprint.experts is None:
+            return
+        first = len(self._blueprint.sources)
+        coming = [number for each in moves.taken[1:] for number in each.offsets if number >= first]
+        after = {n for part in moves.placement.cards for n in self._blueprint.on_card(part)}
+        where = {
+            number: (link, there.offsets[number])
+            for link, there, part in zip(
+                self.links, self.card_homes, self.placement.cards, strict=True
+            )
+            for number in self._blueprint.on_card(part)
+            if number >= first and number not in after
+        }
+        moves.leaving = list(where)
+        if coming or where:
+            keys = [number - first for number in [*coming, *where]]
+            held = self.disk_lane.call("hold_experts", keys).result()
+            moves.held = {first + key: at for key, at in held.items()}
+        if not where:
+            return
+        room = self.disk_lane.call("make_room", [number - first for number in where]).result()
+        moves.room = [first + key for key in room]
+        for link in self.links:
+            copies = [
+                (number, where[number][1], room[number - first])
+                for number in moves.room
+                if where[number][0] is link
+            ]
+            if copies:
+                moves.pending.append(link.call("move", copies))
+
+    def _settle_experts(self, moves: Moves, *, is_there: bool) -> None:
+        """What left cards has a copy in RAM, which stays until the placement is in force."""
+        first = len(self._blueprint.sources)
+        if moves.room:
+            keys = [number - first for number in moves.room]
+            self.disk_lane.call("settle_experts", keys, is_there).result()
+        kept = [n for n in moves.leaving if n in moves.held or n in moves.room] if is_there else []
+        if kept:
+            self._held[moves.placement.placement_id] = kept
+        self._release_experts([number for number in moves.held if number not in kept])
+        moves.room, moves.held, moves.leaving = [], {}, []
+
+    def _release_experts(self, numbers: Sequence[int]) -> None:
+        if numbers:
+            first = len(self._blueprint.sources)
+            self.disk_lane.call("release_experts", [number - first for number in numbers])
 
     def _misfit(self, placement: Placement) -> str | None:
         if self._has_cards and _heads_on_cards(placement) != _heads_on_cards(self.placement):
@@ -602,7 +682,9 @@ class Crew:
         moves.pending, moves.later = [], []
         for each in moves.taken:
             self._drop(each.homes, list(each.offsets))
-        moves.taken = []
+        moves.taken, self._moving = [], None
+        with suppress(Exception):  # a disk lane that is gone holds nothing
+            self._settle_experts(moves, is_there=False)
         if moves.placement in self._arriving:
             self._arriving.remove(moves.placement)
 

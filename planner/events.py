@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Phase, Profile
 
@@ -36,6 +39,14 @@ class StepRetired:
     experts_resident: int = 0  # of these, in RAM and not for this step's sake
     experts_read_nbytes: int = 0
     experts_on_cards: int = 0  # chosen ones that live on cards, beside `experts_chosen`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertsChosen:
+    """What routers of a mixture chose since the last such event, wherever the experts were."""
+
+    visits: float  # of each layer
+    counts: npt.NDArray[np.float64]  # [layers with experts, experts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,7 @@ Event = (
     EngineStarted
     | EngineResumed
     | StepRetired
+    | ExpertsChosen
     | RunQueueDelayed
     | LaneDied
     | LaneRestored
@@ -158,6 +170,8 @@ def brief(message: Event | Command) -> str:
         return f"PublishPlacement placement {message.placement.placement_id} ({message.reason})"
     if isinstance(message, ProfileMeasured):
         return f"ProfileMeasured {message.profile.hardware}"
+    if isinstance(message, ExpertsChosen):
+        return f"ExpertsChosen in {message.visits:g} steps"
     named = getattr(message, "placement_id", None)
     about = "" if named is None else f" placement {named}"
     return f"{type(message).__name__}{about} {message}"
