@@ -171,7 +171,11 @@ def refine(question: Question, best: Answer, tries: int, using: Collection[str])
     """
     random = Random(0)
     loads = question.model.loads
-    movable = [i for i, load in enumerate(loads) if load.kind != "attn" and not load.experts]
+    movable = [
+        index
+        for index, load in enumerate(loads)
+        if load.kind != "attn" and not load.experts and not load.stays
+    ]
     bringable = [i for i, load in enumerate(loads) if load.kind != "attn"]
     may_bring, may_split = "bring" in using, "split" in using
     if not movable:
