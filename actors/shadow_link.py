@@ -142,8 +142,9 @@ class ShadowLink:
         visits, counts = heat.visits, heat.counts
         if before is not None and before.visits <= visits:  # else the lane has begun anew
             visits, counts = visits - before.visits, counts - before.counts
-        if visits > 0:
-            self._events.append(ev.ExpertsChosen(visits, counts))
+        if visits > 0:  # one layer may have been visited once more than the others
+            visits = max(visits, float(counts.max()))
+            self._events.append(ev.ExpertsChosen(Heat(heat.model, visits, counts)))
 
     def obey(self, step: int) -> list[ev.SetSpin]:
         """Carry out what the planner asked for, between steps; `step` is the next.

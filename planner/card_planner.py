@@ -189,7 +189,7 @@ class CardPlanner:
         """Let other experts live on the cards, as many of each layer, where that is worth it."""
         if self._following is None or self._shadow is None:
             return []
-        self._following.note(event.visits, event.counts)
+        self._following.note(event.lately.visits, event.lately.counts)
         active, proposal = self.active_placement, self._following.proposal()
         is_busy = self.placements.is_switching or not self._shadow.is_settled
         if proposal is None or active is None or is_busy or self._after is not None:

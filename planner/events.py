@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
+from shadowlane.planner.heat import Heat
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Phase, Profile
 
@@ -41,12 +39,11 @@ class StepRetired:
     experts_on_cards: int = 0  # chosen ones that live on cards, beside `experts_chosen`
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class ExpertsChosen:
     """What routers of a mixture chose since the last such event, wherever the experts were."""
 
-    visits: float  # of each layer
-    counts: npt.NDArray[np.float64]  # [layers with experts, experts]
+    lately: Heat
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +168,7 @@ def brief(message: Event | Command) -> str:
     if isinstance(message, ProfileMeasured):
         return f"ProfileMeasured {message.profile.hardware}"
     if isinstance(message, ExpertsChosen):
-        return f"ExpertsChosen in {message.visits:g} steps"
+        return f"ExpertsChosen in {message.lately.visits:g} steps"
     named = getattr(message, "placement_id", None)
     about = "" if named is None else f" placement {named}"
     return f"{type(message).__name__}{about} {message}"

@@ -11,6 +11,7 @@ from shadowlane.planner import events as ev
 from shadowlane.planner.card_planner import CardPlanner, first_over_cards
 from shadowlane.planner.catalog import Catalog, HitCurve
 from shadowlane.planner.hardware import Card, Hardware
+from shadowlane.planner.heat import Heat
 from shadowlane.planner.placement import LaneSpec, Placement, Request
 from shadowlane.planner.program import build_programs
 from shadowlane.planner.stages import first_stage
@@ -185,7 +186,7 @@ def chosen(favourites: range, part: float, visits: int = 16) -> ev.ExpertsChosen
     """In each layer `part` of 4 choices a visit are these experts, the rest others."""
     counts = np.full((4, 32), (1 - part) * 4 * visits / (32 - len(favourites)))
     counts[:, favourites] = part * 4 * visits / len(favourites)
-    return ev.ExpertsChosen(visits, counts)
+    return ev.ExpertsChosen(Heat("a mixture", visits, np.minimum(counts, visits)))
 
 
 def over_a_mixture(catalog: Catalog) -> Engine:
