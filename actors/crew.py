@@ -90,6 +90,9 @@ class Moves:
     later: list[tuple[Remote, dict[int, int]]] = field(default_factory=list)  # per card
     read: set[int] = field(default_factory=set)  # of these, on their way off the disk
     parcels: Iterator[tuple[Pending, int]] | None = None  # of what is later, on cards that are here
+    held: dict[int, int] = field(default_factory=dict)  # experts that stay in their slots: offset
+    leaving: list[int] = field(default_factory=list)  # experts that no card holds afterwards
+    room: list[int] = field(default_factory=list)  # of these, those copied to a slot
     why: str | None = None  # it cannot be
     is_withdrawn: bool = False  # nobody wants it any more
 
@@ -123,6 +126,8 @@ class Crew:
         self._arriving: list[Placement]  # what is moved for, and not yet published
         self._opened: list[Pending]  # of lanes that map an arena
         self._choices: dict[int, Choice]  # who copies to each card that is here
+        self._moving: Moves | None  # under way
+        self._held: dict[int, list[int]]  # placement -> experts in RAM that left cards for it
         self._landing: Pending | None  # the newest call that uses the landing place
         self._forget()
         self._heat: Heat | None = None
@@ -215,6 +220,11 @@ class Crew:
         if self._landing is not None:
             with suppress(Exception):  # whoever waits for it is told
                 self._landing.result()
+        if self._moving is not None:  # nothing may be copied any more to what lanes give away anew
+            for each in self._moving.pending:
+                with suppress(Exception):
+                    each.result()
+        self._held = {}  # so have those that a disk lane held which begins anew
         set_abort(self._arena, self._layout, False)
         settle_counters(self._arena, self._layout, step, self.lane_bases, self._link_bases)
         self._brought = None
@@ -281,6 +291,7 @@ class Crew:
         self._opened = []
         self._landing = None
         self._choices = {}
+        self._moving, self._held = None, {}
 
     def close(self) -> None:
         """Stop the lanes, those that do not answer as well."""
@@ -342,6 +353,7 @@ class Crew:
     def retire(self, placement_id: int) -> None:
         """Forget a placement that no step will use again, and what was moved for it alone."""
         self._published.pop(placement_id, None)
+        self._release_experts(self._held.pop(placement_id, []))
         for lane in [*self.computing, *self.links]:
             lane.call("retire", placement_id)
         kept = [each.placement for each in self._published.values()]
@@ -370,6 +382,8 @@ class Crew:
         self._drop_all_but([placement])
         if self._has_cards:
             self._answered([self._take_cached(each, pages) for each in changes])
+        for key in [each for each in self._held if each <= placement.placement_id]:
+            self._release_experts(self._held.pop(key))
 
     def _changes_of_heads(self, placement: Placement) -> list[ChangeOfHeads]:
         """Of the cards that have other heads under `placement` than under the one in force."""
@@ -671,6 +685,12 @@ class Crew:
             self.abandon(moves)
             return moves
         self._arriving.append(placement)
+        self._moving = moves
+        try:
+            self._exchange_experts(moves)
+        except LaneDied:
+            self.abandon(moves)
+            raise
         if taken:
             moves.pending.append(self.disk_lane.call("load", taken))
         for link, each in zip(self.links, moves.taken[1:], strict=True):
@@ -697,6 +717,8 @@ class Crew:
                     return False
                 else:
                     moves.pending.pop(0).result()
+            if not moves.is_withdrawn:
+                self._settle_experts(moves, is_there=True)
         except LaneDied:
             self.abandon(moves)
             raise
@@ -708,6 +730,7 @@ class Crew:
                 self.abandon(moves)
             else:
                 self._arriving.remove(moves.placement)
+                self._moving = None
         return True
 
     def _read_for_cards(self, moves: Moves, offsets: Mapping[int, int]) -> bool:
@@ -718,7 +741,7 @@ class Crew:
         read = {
             number: at
             for number, at in offsets.items()
-            if number not in self.homes.offsets and number not in moves.read
+            if not any(number in each for each in (self.homes.offsets, moves.held, moves.read))
         }
         if read:
             moves.read.update(read)
@@ -744,11 +767,69 @@ class Crew:
             return  # homes have been dropped meanwhile
         for link, offsets in moves.later:
             copies = [
-                (number, at if number in moves.read else self.homes.offsets[number], at)
+                (number, at if number in moves.read else self._in_ram(moves, number), at)
                 for number, at in offsets.items()
             ]
             moves.pending.append(link.call("move", copies))
         moves.later = []
+
+    def _in_ram(self, moves: Moves, number: int) -> int:
+        return moves.held.get(number) or self.homes.offsets[number]
+
+    # -- routed experts that come to cards, or leave them
+
+    def _exchange_experts(self, moves: Moves) -> None:
+        """Let those stay in RAM that are copied from there, and begin to copy back what leaves.
+
+        What leaves and finds no slot is read when it is chosen. Raises LaneDied.
+        """
+        if self._has_cards or self._blueprint.experts is None:
+            return
+        first = len(self._blueprint.sources)
+        coming = [number for each in moves.taken[1:] for number in each.offsets if number >= first]
+        after = {n for part in moves.placement.cards for n in self._blueprint.on_card(part)}
+        where = {
+            number: (link, there.offsets[number])
+            for link, there, part in zip(
+                self.links, self.card_homes, self.placement.cards, strict=True
+            )
+            for number in self._blueprint.on_card(part)
+            if number >= first and number not in after
+        }
+        moves.leaving = list(where)
+        if coming or where:
+            keys = [number - first for number in [*coming, *where]]
+            held = self.disk_lane.call("hold_experts", keys).result()
+            moves.held = {first + key: at for key, at in held.items()}
+        if not where:
+            return
+        room = self.disk_lane.call("make_room", [number - first for number in where]).result()
+        moves.room = [first + key for key in room]
+        for link in self.links:
+            copies = [
+                (number, where[number][1], room[number - first])
+                for number in moves.room
+                if where[number][0] is link
+            ]
+            if copies:
+                moves.pending.append(link.call("move", copies))
+
+    def _settle_experts(self, moves: Moves, *, is_there: bool) -> None:
+        """What left cards has a copy in RAM, which stays until the placement is in force."""
+        first = len(self._blueprint.sources)
+        if moves.room:
+            keys = [number - first for number in moves.room]
+            self.disk_lane.call("settle_experts", keys, is_there).result()
+        kept = [n for n in moves.leaving if n in moves.held or n in moves.room] if is_there else []
+        if kept:
+            self._held[moves.placement.placement_id] = kept
+        self._release_experts([number for number in moves.held if number not in kept])
+        moves.room, moves.held, moves.leaving = [], {}, []
+
+    def _release_experts(self, numbers: Sequence[int]) -> None:
+        if numbers:
+            first = len(self._blueprint.sources)
+            self.disk_lane.call("release_experts", [number - first for number in numbers])
 
     def _misfit(self, placement: Placement) -> str | None:
         if placement.sweep and placement.num_slots != self._layout.num_slots:
@@ -778,7 +859,9 @@ class Crew:
         moves.pending, moves.later, moves.parcels = [], [], None
         for each in moves.taken:
             self._drop(each.homes, list(each.offsets))
-        moves.taken = []
+        moves.taken, self._moving = [], None
+        with suppress(Exception):  # a disk lane that is gone holds nothing
+            self._settle_experts(moves, is_there=False)
         if moves.placement in self._arriving:
             self._arriving.remove(moves.placement)
 

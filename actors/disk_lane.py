@@ -236,6 +236,26 @@ class DiskLane:
         assert self._experts is not None, "a dense model has no experts"
         self._experts.leave_to_cards(keys)
 
+    def hold_experts(self, keys: Sequence[int]) -> dict[int, int]:
+        """See `ExpertReader.hold`."""
+        assert self._experts is not None, "a dense model has no experts"
+        return self._experts.hold(keys)
+
+    def make_room(self, keys: Sequence[int]) -> dict[int, int]:
+        """See `ExpertReader.make_room`."""
+        assert self._experts is not None, "a dense model has no experts"
+        return self._experts.make_room(keys)
+
+    def settle_experts(self, keys: Sequence[int], is_there: bool) -> None:
+        """See `ExpertReader.settle`."""
+        assert self._experts is not None, "a dense model has no experts"
+        self._experts.settle(keys, is_there)
+
+    def release_experts(self, keys: Sequence[int]) -> None:
+        """See `ExpertReader.release`."""
+        assert self._experts is not None, "a dense model has no experts"
+        self._experts.release(keys)
+
     def expert_heat(self) -> Heat:
         """What this run has chosen of a mixture's experts."""
         assert self._experts is not None, "a dense model has no experts"

@@ -154,6 +154,8 @@ class ExpertReader:
             first_extent=np.cumsum([0, *counts], dtype=np.int64),
             free=zeros(self._num_slots, np.int64),
             flights=zeros(keys, np.int64),
+            holds=zeros(keys, np.int64),
+            reserved=zeros(keys, np.int64),
             fetches=zeros((self._num_slots, boards.FETCH_COLUMNS), np.int64),
             certain=zeros((jobs, 2), np.int64),
             likely=zeros((jobs, 2), np.int64),
@@ -206,6 +208,42 @@ class ExpertReader:
         is_elsewhere = np.zeros(len(self._sources), np.bool_)
         is_elsewhere[list(keys)] = True
         self._is_elsewhere = is_elsewhere
+
+    # -- moves to and from cards
+
+    def hold(self, keys: Sequence[int]) -> dict[int, int]:
+        """Let experts that are in RAM stay until `release`: key -> arena offset.
+
+        No more than half of the slots: what routes miss needs some, too.
+        """
+        slots = np.zeros(len(keys), np.int64)
+        most = self._num_slots // 2
+        boards.hold_slots(self._base, self._geometry, self._board, _keys(keys), most, slots)
+        return self._homes_of(keys, slots)
+
+    def make_room(self, keys: Sequence[int]) -> dict[int, int]:
+        """Slots for experts that are on cards and will leave them: key -> arena offset.
+
+        Free ones, or of what is on cards itself. Not for those that have one. `settle` has to
+        follow.
+        """
+        slots = np.zeros(len(keys), np.int64)
+        is_useless = self._is_elsewhere.copy()
+        is_useless[list(keys)] = False
+        useless = np.flatnonzero(is_useless)
+        boards.reserve_slots(self._base, self._geometry, self._board, _keys(keys), useless, slots)
+        return self._homes_of(keys, slots)
+
+    def settle(self, keys: Sequence[int], is_there: bool) -> None:
+        """What was copied to the slots of `make_room` is in RAM and held, or will not come."""
+        boards.settle_slots(self._base, self._geometry, self._board, _keys(keys), is_there)
+
+    def release(self, keys: Sequence[int]) -> None:
+        boards.release_slots(self._base, self._geometry, self._board, _keys(keys))
+
+    def _homes_of(self, keys: Sequence[int], slots: np.ndarray) -> dict[int, int]:
+        found = zip(keys, slots.tolist(), strict=True)
+        return {key: self._home(slot) for key, slot in found if slot >= 0}
 
     # -- the start
 
@@ -332,6 +370,10 @@ class ExpertReader:
 
     def _home(self, slot: int) -> int:
         return self._layout.expert_slots + slot * self._slot_nbytes
+
+
+def _keys(keys: Sequence[int]) -> np.ndarray:
+    return np.array(list(keys), np.int64)
 
 
 def _row(extent: Extent, file: ModelFile) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from shadowlane.actors.recovery import kill_quietly
 from shadowlane.actors.spec import EngineSettings
 from shadowlane.planner import events as ev
 from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.heat import Heat
 from shadowlane.planner.placement import Placement, Request
 from shadowlane.planner.profile import Profile
 
@@ -27,6 +28,7 @@ EVENT_PERIOD_S = 0.05  # measurements go to the planner in batches this far apar
 CALM_PERIODS = 5
 ATTENTIVE_S = 1.0  # after its last command that changes something
 RAM_PERIOD_S = 2.0  # how far apart looks at this machine's memory are
+FOLLOW_STEPS = 16  # of decode, after which the planner is told what a mixture's routers chose
 RESTARTS = 3  # how often a planner that dies before it answers is started again
 
 
@@ -58,6 +60,10 @@ class ShadowLink:
         self._to_move: deque[Placement] = deque()  # to be published, once they have what they need
         self._moves: Moves | None = None  # of the first of them
         self._waiting_for: list[Acknowledgement] = []
+        self._follows = bool(settings.cards) and catalog.experts is not None
+        self._unfollowed = 0  # decode steps since routers' choices were asked for
+        self._heat: Pending | None = None  # the answer, on its way
+        self._heat_before: Heat | None = None  # all of them, as of the answer before
         self._sent_at = 0.0
         self._looked_at = 0.0  # the memory of this machine
         self._heard_at = 0.0  # of a command that changes something
@@ -93,6 +99,8 @@ class ShadowLink:
         """An event for the next message."""
         if self.is_open:
             self._events.append(event)
+            if isinstance(event, ev.StepRetired) and event.phase == "decode":
+                self._unfollowed += 1
 
     def _look_at_ram(self) -> None:
         now = time.monotonic()
@@ -119,6 +127,8 @@ class ShadowLink:
             self._hear(thinking)
         if not self.is_open or self.thinking is not None or self.planner is None:
             return
+        if self._follows:
+            self._follow_routers()
         now = time.monotonic()
         is_calm = now - self._heard_at > ATTENTIVE_S
         period = EVENT_PERIOD_S * (CALM_PERIODS if is_calm else 1)
@@ -126,6 +136,29 @@ class ShadowLink:
             self._events.extend(gauges.run_queue_delays())
             self.thinking = self.planner.call("handle", self._events)
             self._events, self._sent_at = [], now
+
+    def _follow_routers(self) -> None:
+        """Ask the disk lane now and then what was chosen; tell the planner what is new of it."""
+        if self._heat is None:
+            if self._unfollowed >= FOLLOW_STEPS:
+                self._unfollowed = 0
+                self._heat = self._crew.disk_lane.call("expert_heat")
+            return
+        if not self._heat.is_done():
+            return
+        asked, self._heat = self._heat, None
+        try:
+            heat: Heat = asked.result()
+        except LaneDied:  # who looks after the lanes will say so
+            self._heat_before = None
+            return
+        before, self._heat_before = self._heat_before, heat
+        visits, counts = heat.visits, heat.counts
+        if before is not None and before.visits <= visits:  # else the lane has begun anew
+            visits, counts = visits - before.visits, counts - before.counts
+        if visits > 0:  # one layer may have been visited once more than the others
+            visits = max(visits, float(counts.max()))
+            self._events.append(ev.ExpertsChosen(Heat(heat.model, visits, counts)))
 
     def obey(self, step: int) -> list[ev.SetSpin]:
         """Carry out what the planner asked for, between steps; `step` is the next.
@@ -163,7 +196,8 @@ class ShadowLink:
     def _go_on_moving(self) -> None:
         """Publish a placement once all that it needs has arrived."""
         if self._moves is None and self._to_move:
-            self._moves = self._crew.start_moving(self._to_move.popleft())
+            self._moves = self._crew.start_moving(self._to_move[0])  # again, if a lane dies
+            self._to_move.popleft()
         moves = self._moves
         if moves is None:
             return

@@ -19,9 +19,11 @@ from shadowlane.ops.atomics import (
     load32,
     load64,
     lock,
+    read_i64,
     sleep_in,
     unlock,
     wake_bed,
+    write_i64,
 )
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.routes import SLOT_MASK, word_at
@@ -78,6 +80,8 @@ class Board(NamedTuple):
     first_extent: np.ndarray  # [K + 1]
     free: np.ndarray  # [slots], of which NUM_FREE count
     flights: np.ndarray  # [K] slot + 1 of an expert on its way, 0
+    holds: np.ndarray  # [K] how many copies need it where it is: it keeps its slot
+    reserved: np.ndarray  # [K] slot + 1 that waits for a copy out of a card's memory, 0
     fetches: np.ndarray  # [slots, FETCH_COLUMNS]
     certain: np.ndarray  # rings of jobs [n, 2]: slot, extent; a slot of -1: withdrawn
     likely: np.ndarray
@@ -195,7 +199,7 @@ def listed_slot(base: int, geometry: Any, board: Any, layer: int, number: int, s
             place += 1
             continue
         slot = -1
-        if key >= 0 and words[place] >> t.SLOT_BITS < number:
+        if key >= 0 and board.holds[key] == 0 and words[place] >> t.SLOT_BITS < number:
             word = word_at(base, geometry, 0, key)
             if compare_swap64(word, words[place], 0) != 0:
                 slot = (words[place] & SLOT_MASK) - 1
@@ -216,7 +220,7 @@ def oldest_slot(base: int, geometry: Any, board: Any, number: int) -> int:
         for key in range(len(board.flights)):
             word = load64(word_at(base, geometry, 0, key))
             mark = word >> t.SLOT_BITS
-            if word & SLOT_MASK == 0 or mark >= number:
+            if word & SLOT_MASK == 0 or mark >= number or board.holds[key] != 0:
                 continue
             if oldest < 0 or mark < held >> t.SLOT_BITS:
                 oldest, held = key, word
@@ -306,3 +310,92 @@ def take_counts(board: Any, counts: Any) -> None:
         counts[field - RIGHT] = board.state[field]
         board.state[field] = 0
     unlock(state_at(board, MUTEX))
+
+
+@njit
+def hold_slots(base: int, geometry: Any, board: Any, keys: Any, most: int, slots: Any) -> None:
+    """Experts that have a slot keep it until `release_slots`. slots: [len(keys)], -1: it has none.
+
+    most: experts that may be held at a time; what is beyond that counts as without a slot.
+    """
+    lock(state_at(board, MUTEX))
+    held = 0
+    for key in range(len(board.holds)):
+        held += 1 if board.holds[key] != 0 else 0
+    for place in range(len(keys)):
+        key = keys[place]
+        slots[place] = (load64(word_at(base, geometry, 0, key)) & SLOT_MASK) - 1
+        if slots[place] < 0:
+            continue
+        if board.holds[key] == 0:
+            if held >= most:
+                slots[place] = -1
+                continue
+            held += 1
+        board.holds[key] += 1
+    unlock(state_at(board, MUTEX))
+
+
+@njit
+def release_slots(base: int, geometry: Any, board: Any, keys: Any) -> None:
+    """End one hold of each. What is not held (the lane has begun anew since) is passed over."""
+    lock(state_at(board, MUTEX))
+    for key in keys:
+        board.holds[key] = max(0, board.holds[key] - 1)
+    unlock(state_at(board, MUTEX))
+    wake_bed(starved_bed(base, geometry))
+
+
+@njit
+def reserve_slots(
+    base: int, geometry: Any, board: Any, keys: Any, useless: Any, slots: Any
+) -> None:
+    """A slot for each expert that has none: a free one, or that of a `useless` expert.
+
+    Nobody may ask for these experts before `settle_slots`. slots: [len(keys)], -1: it has one
+    already, or there was none.
+    """
+    lock(state_at(board, MUTEX))
+    next_useless = 0
+    for place in range(len(keys)):
+        key, slot = keys[place], -1
+        slots[place] = -1
+        is_there = load64(word_at(base, geometry, 0, key)) & SLOT_MASK != 0
+        if is_there or board.flights[key] != 0 or board.reserved[key] != 0:
+            continue
+        if board.state[NUM_FREE] > 0:
+            board.state[NUM_FREE] -= 1
+            slot = board.free[board.state[NUM_FREE]]
+        while slot < 0 and next_useless < len(useless):
+            other = useless[next_useless]
+            next_useless += 1
+            word = word_at(base, geometry, 0, other)
+            held = load64(word)
+            if held & SLOT_MASK == 0 or board.holds[other] != 0:
+                continue
+            if compare_swap64(word, held, 0) != 0:
+                slot = (held & SLOT_MASK) - 1
+        if slot >= 0:
+            board.reserved[key] = board.flights[key] = slot + 1
+        slots[place] = slot
+    unlock(state_at(board, MUTEX))
+
+
+@njit
+def settle_slots(base: int, geometry: Any, board: Any, keys: Any, is_there: bool) -> None:
+    """What was copied to the slots that were reserved is there and held; or they are free again."""
+    lock(state_at(board, MUTEX))
+    newest = read_i64(base + geometry[t.ROUTE_NUMBER])
+    for key in keys:
+        slot = board.reserved[key] - 1
+        if slot < 0:
+            continue
+        board.reserved[key] = board.flights[key] = 0
+        if is_there:
+            write_i64(word_at(base, geometry, 0, key), (newest << t.SLOT_BITS) | (slot + 1))
+            board.holds[key] += 1
+        else:
+            board.free[board.state[NUM_FREE]] = slot
+            board.state[NUM_FREE] += 1
+    unlock(state_at(board, MUTEX))
+    wake_bed(starved_bed(base, geometry))

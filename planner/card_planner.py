@@ -15,6 +15,7 @@ from shadowlane.planner import events as ev
 from shadowlane.planner.card_placement import place_on_cards
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.context import DEFAULT_CONTEXT
+from shadowlane.planner.following import Following
 from shadowlane.planner.hand_placement import plan_by_hand
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import Model, Plan, Prompts, Work, known_hits, model_of
@@ -73,6 +74,7 @@ class CardPlanner:
         self._work = asked.work
         self._prompts = asked.prompts
         self._shadow: HybridShadow | None = None
+        self._following: Following | None = None  # of a mixture
         self._expected: dict[int, _Expected] = {}
         self._after: Placement | None = None  # what a first stage makes room for
         self._left = MemoryTaken(0.0)  # as the shadow has it
@@ -112,6 +114,8 @@ class CardPlanner:
             self._open_shadow(event.placement)
         elif isinstance(event, ev.StepRetired):
             commands = self._step_retired(event)
+        elif isinstance(event, ev.ExpertsChosen):
+            commands = self._experts_chosen(event)
         elif isinstance(event, ev.MemoryLeft):
             self._taken = MemoryTaken(event.vram_taken_nbytes, event.ram_taken_nbytes)
             commands = self._refit()
@@ -151,6 +155,9 @@ class CardPlanner:
             plan=plan_of(self.catalog, placement, self.model),
             prompts=self._prompts,
         )
+        if self.catalog.experts is not None:
+            held = [part.experts for part in placement.cards]
+            self._following = Following(self.catalog.experts, held)
 
     def _exact(self, plan: Plan, question: Question) -> Placement:
         """A running engine keeps its ring and its slots for experts. Raises InfeasiblePlan."""
@@ -159,8 +166,10 @@ class CardPlanner:
             return place_on_cards(self.catalog, plan, self.request, question)
         ring = active.num_slots or later_slots(self.catalog.slot_nbytes)
         request = replace(self.request, num_slots=self.request.num_slots or ring)
-        slots = active.expert_slots
-        return place_on_cards(self.catalog, plan, request, question, expert_slots=slots)
+        slots, catalog = active.expert_slots, self.catalog
+        if self._following is not None:
+            catalog = self._following.ranked(catalog)
+        return place_on_cards(catalog, plan, request, question, expert_slots=slots)
 
     # -- steps
 
@@ -190,10 +199,51 @@ class CardPlanner:
                 return commands + self._obey(self._shadow.handle(WorkChanged(self._work)))
         return commands + self._obey(self._shadow.handle(measured))
 
+    def _experts_chosen(self, event: ev.ExpertsChosen) -> list[ev.Command]:
+        """Let other experts live on the cards, as many of each layer, where that is worth it."""
+        if self._following is None or self._shadow is None:
+            return []
+        self._following.note(event.lately.visits, event.lately.counts)
+        active, proposal = self.active_placement, self._following.proposal()
+        is_busy = self.placements.is_switching or not self._shadow.is_settled
+        if proposal is None or active is None or is_busy or self._after is not None:
+            return []
+        assert self.catalog.experts is not None
+        question, plan = self._shadow.question, self._shadow.plan
+        staying_s, seconds = (
+            replace(question, hit_rate=lambda part, rate=rate: rate).times(plan).step_s
+            for rate in (proposal.hits_now, proposal.hits)
+        )
+        # what comes and what leaves take turns on the link
+        nbytes = 2 * proposal.num_moved * self.catalog.experts.slot_nbytes
+        slowest = min(card.h2d_bytes_per_s for card in question.machine.cards)
+        steps = self._shadow.settings.horizon_steps
+        meanwhile = min(float(steps), nbytes / slowest / staying_s)
+        gain = (1.0 - meanwhile / steps) * (1.0 - seconds / staying_s)
+        if gain < self._shadow.settings.gain:
+            return []
+        cards = tuple(
+            replace(part, experts=experts)
+            for part, experts in zip(active.cards, proposal.cards, strict=True)
+        )
+        placement = replace(active, cards=cards)
+        stage = first_stage(self.catalog, active, placement)
+        self._after = None if stage is None else placement
+        reason = (
+            f"routers choose other experts: {100 * proposal.hits_now:.0f} % of the chosen are on "
+            f"cards, {100 * proposal.hits:.0f} % would be; {_ms(staying_s)} a step if nothing "
+            f"changes, {_ms(seconds)} with {proposal.num_moved} experts exchanged"
+        )
+        return self.placements.publish(
+            Option.as_placed(active.strategy, stage or placement), reason
+        )
+
     def _activated(self, record: Record) -> list[ev.Command]:
         """What runs now is what the shadow moved for, as rounding made it, or a stage before it."""
         if self._shadow is None:
             return []
+        if self._following is not None:
+            self._following.held([part.experts for part in record.placement.cards])
         if self._after is not None:
             after, self._after = self._after, None
             return self.placements.publish(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shadowlane.planner.heat import Heat
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Phase, Profile
 from shadowlane.planner.ram_watch import RamRead
@@ -37,6 +38,13 @@ class StepRetired:
     experts_resident: int = 0  # of these, in RAM and not for this step's sake
     experts_read_nbytes: int = 0
     experts_on_cards: int = 0  # chosen ones that live on cards, beside `experts_chosen`
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsChosen:
+    """What routers of a mixture chose since the last such event, wherever the experts were."""
+
+    lately: Heat
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,7 @@ Event = (
     EngineStarted
     | EngineResumed
     | StepRetired
+    | ExpertsChosen
     | RunQueueDelayed
     | LaneDied
     | LaneRestored
@@ -167,6 +176,8 @@ def brief(message: Event | Command) -> str:
         return f"PublishPlacement placement {message.placement.placement_id} ({message.reason})"
     if isinstance(message, ProfileMeasured):
         return f"ProfileMeasured {message.profile.hardware}"
+    if isinstance(message, ExpertsChosen):
+        return f"ExpertsChosen in {message.lately.visits:g} steps"
     named = getattr(message, "placement_id", None)
     about = "" if named is None else f" placement {named}"
     return f"{type(message).__name__}{about} {message}"

@@ -176,7 +176,11 @@ def refine(question: Question, best: Answer, tries: int, using: Collection[str])
     random = Random(0)
     loads = question.model.loads
     bringable = [i for i, load in enumerate(loads) if load.kind != "attn" and load.home is None]
-    movable = [i for i in bringable if loads[i].nbytes and not loads[i].experts]
+    movable = [
+        index
+        for index in bringable
+        if loads[index].nbytes and not loads[index].experts and not loads[index].stays
+    ]
     may_bring, may_split = "bring" in using, "split" in using
     if not movable:
         return best

@@ -15,14 +15,18 @@ from mixture_files import write_published_gpt_oss
 from test_experts_run import MANY, read_nbytes
 from tiny import tiny_tokens
 
+from shadowlane.actors import disk_lane as disk
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.lowering import lower, make_geometry
 from shadowlane.actors.scratch import route_layout
 from shadowlane.actors.spec import CardSettings, Emulated
+from shadowlane.actors.transfer_lane import MOVED_NBYTES
 from shadowlane.ops import emulated as law
 from shadowlane.ops import table as t
+from shadowlane.planner.placement import CardPart, Placement
 from shadowlane.planner.program import build_programs
-from shadowlane.planner.routing_files import read_trace
+from shadowlane.planner.routing import synthesize
+from shadowlane.planner.routing_files import read_trace, write_trace
 from shadowlane.planner.search import SPARE_EXPERTS
 
 OPTIONS = Options(context=128, prefill_chunk=24)
@@ -117,6 +121,96 @@ def test_moving_experts_while_tokens_are_made_changes_none(
         assert [placement for placement, _ in planner.announced] == [0, 1, 2, 3]
         for part, there in zip(now.placement.cards, now.crew.card_homes, strict=True):
             assert set(there.offsets) == set(now.blueprint.on_card(part))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_experts_come_out_of_ram_and_go_back_where_it_has_room(
+    tiny_model: Callable[..., Path], seed: int
+) -> None:
+    """Nothing is read from the file after the start, neither for cards nor for routes."""
+    model = tiny_model(MANY)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(PROMPT, 20)
+    with running(model, options=OPTIONS, **on_cards(10 * seed, 2)) as engine:
+        planner, now = engine.planner, engine.engine
+        assert planner is not None
+        first = now.placement
+        experts = now.blueprint.catalog.experts
+        assert experts is not None
+        assert engine.generate(PROMPT, 20) == expected
+        loaded = int(now.gauges.disk_statistics()[disk.LOAD_NBYTES])
+        for turn in range(1, 7):  # there and back: what has left a card is in RAM
+            cards = swapped(first, experts.per_layer) if turn % 2 else first.cards
+            again = replace(first, placement_id=turn, cards=cards)
+            planner.script.append((3 * turn, again))
+        for _ in range(80):
+            assert engine.generate(PROMPT, 20) == expected
+            if len(planner.announced) == 7:
+                break
+        assert [placement for placement, _ in planner.announced] == list(range(7))
+        assert int(now.gauges.disk_statistics()[disk.LOAD_NBYTES]) == loaded
+        assert read_nbytes(engine) == 0
+        moved = sum(int(now.gauges._links[f"h2d:{card}"][MOVED_NBYTES]) for card in range(2))
+        assert moved > 0
+
+
+def swapped(placement: Placement, per_layer: int) -> tuple[CardPart, ...]:
+    """In each layer as many experts on each card, but those that were on none where there are."""
+    parts = [list(map(list, part.experts)) for part in placement.cards]
+    layers = max(map(len, parts))
+    for layer in range(layers):
+        held = {expert for part in parts if part for expert in part[layer]}
+        free = [expert for expert in range(per_layer) if expert not in held]
+        for part in parts:
+            for number in range(len(part[layer]) if part else 0):
+                if free:
+                    part[layer][number] = free.pop()
+    return tuple(
+        replace(card, experts=tuple(map(tuple, part)) if part else ())
+        for card, part in zip(placement.cards, parts, strict=True)
+    )
+
+
+def test_experts_on_a_card_follow_what_routers_choose(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The planner's own doing, and the same tokens."""
+    model = tiny_model(MANY, num_experts=32, num_experts_per_tok=4)
+    blueprint = cut(model, OPTIONS, ONE_THREAD)
+    experts = blueprint.catalog.experts
+    assert experts is not None
+    routes = tmp_path / "routes.jsonl"
+    write_trace(
+        routes,
+        synthesize(
+            num_tokens=400,
+            num_layers=experts.num_layers,
+            num_experts=experts.per_layer,
+            top_k=experts.top_k,
+            skew=((0.1, 0.5), (0.25, 0.9)),
+            seed=5,
+        ),
+    )
+    with running(model, options=OPTIONS, cores=ONE_THREAD, replay_routing=routes) as engine:
+        expected = [engine.generate(PROMPT, 60) for _ in range(6)]
+    dense = sum(block.held_nbytes for block in blueprint.catalog.blocks)
+    memory = 2 * dense + experts.total * experts.slot_nbytes // 3
+    slow = replace(machine_with(1), cpu_bytes_per_s=1e7, cpu_flops=1e10)
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        cards=(CardSettings(memory),),
+        emulated=Emulated(slow, seed=3, slowed=1.0, small_nbytes=0.0),
+        replay_routing=routes,
+    ) as engine:
+        now = engine.engine
+        assert [engine.generate(PROMPT, 60) for _ in range(6)] == expected
+        assert now.shadow.is_open, now.shadow.notes
+        decisions = "; ".join(now.shadow.decisions)
+        assert "routers choose other experts" in decisions, decisions
+        assert read_nbytes(engine) == 0
 
 
 def test_replayed_routing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from shadowlane.planner import events as ev
 from shadowlane.planner.card_planner import CardPlanner, first_over_cards
-from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.catalog import Catalog, HitCurve
 from shadowlane.planner.hardware import Card, Hardware
+from shadowlane.planner.heat import Heat
 from shadowlane.planner.placement import LaneSpec, Placement, Request
 from shadowlane.planner.program import build_programs
 from shadowlane.planner.stages import first_stage
-from shadowlane.planner.synthetic import llama_catalog
+from shadowlane.planner.synthetic import llama_catalog, mixture_catalog
 from shadowlane.planner.validate import validate
 
 MIB = 1 << 20
@@ -168,3 +170,68 @@ def test_a_full_card_changes_in_two_stages(catalog: Catalog) -> None:
     roomy = replace(tight, budget=4 * card.total_nbytes)
     both = replace(new, cards=(replace(new.cards[0], budget=roomy.budget),))
     assert first_stage(catalog, replace(old, cards=(roomy,)), both) is None
+
+
+def mixture(hits: float) -> tuple[Catalog, list[list[int]]]:
+    """A mixture whose hottest quarter took so much of the choices, and who that is, by layer."""
+    catalog = mixture_catalog(num_experts=32, expert_inner=4096, hidden=2048, layers=4)
+    assert catalog.experts is not None
+    ranks = [list(range(32))] * 4
+    curve = HitCurve(((0.0, 0.0), (0.25, hits), (1.0, 1.0)), "remembered", 1000)
+    experts = replace(catalog.experts, ranks=tuple(map(tuple, ranks)), hits=curve)
+    return replace(catalog, experts=experts), ranks
+
+
+def chosen(favourites: range, part: float, visits: int = 16) -> ev.ExpertsChosen:
+    """In each layer `part` of 4 choices a visit are these experts, the rest others."""
+    counts = np.full((4, 32), (1 - part) * 4 * visits / (32 - len(favourites)))
+    counts[:, favourites] = part * 4 * visits / len(favourites)
+    return ev.ExpertsChosen(Heat("a mixture", visits, np.minimum(counts, visits)))
+
+
+def over_a_mixture(catalog: Catalog) -> Engine:
+    asked = request(catalog)
+    experts = catalog.experts
+    assert experts is not None
+    dense = sum(block.held_nbytes for block in catalog.blocks)
+    memory = 2 * dense + experts.total * experts.slot_nbytes // 4
+    return Engine(CardPlanner(catalog, replace(asked, cards=(memory,))))
+
+
+def test_experts_on_a_card_follow_choices_that_have_shifted() -> None:
+    catalog, _ = mixture(0.8)
+    engine = over_a_mixture(catalog)
+    before = engine.running.cards[0]
+    assert 20 <= before.num_experts < 64
+    for _ in range(12):
+        engine.steps(2)
+        engine.obey(engine.planner.handle(chosen(range(20, 28), 0.8)))
+    after = engine.running.cards[0]
+    assert any("routers choose other experts" in reason for reason in engine.reasons)
+    counts = [len(set(after.experts_of(layer)) & set(range(20, 28))) for layer in range(4)]
+    assert min(counts) >= 4
+    assert after.total_nbytes <= after.budget
+    number = len(engine.placements)
+    for _ in range(12):
+        engine.steps(2)
+        engine.obey(engine.planner.handle(chosen(range(20, 28), 0.8)))
+    assert len(engine.placements) == number, "there is nothing more to be won"
+
+
+def test_experts_stay_where_choices_are_as_they_were() -> None:
+    catalog, _ = mixture(0.8)
+    engine = over_a_mixture(catalog)
+    number = len(engine.placements)
+    for _ in range(12):
+        engine.obey(engine.planner.handle(chosen(range(8), 0.8)))
+    assert len(engine.placements) == number
+
+
+def test_choices_that_would_win_little_move_nothing() -> None:
+    """Nobody is much hotter than another: less than three per cent of a step."""
+    catalog, _ = mixture(0.27)
+    engine = over_a_mixture(catalog)
+    number = len(engine.placements)
+    for _ in range(12):
+        engine.obey(engine.planner.handle(chosen(range(20, 28), 0.27)))
+    assert len(engine.placements) == number

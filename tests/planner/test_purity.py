@@ -17,6 +17,7 @@ NUMERIC = {
     "experts",
     "chooser",
     "heat",
+    "following",
     "expert_sim",
     "hybrid_search",
     "recorded_hits",
