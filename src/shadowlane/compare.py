@@ -3,7 +3,9 @@
 Layouts that people tune are tuned here as people do: every setting is measured in that very world
 and the fastest is kept, for each piece of work its own. `static` is what the planner finds for the
 hardware file's figures. `shadowlane` begins with the same plan, measures, learns and changes it,
-and is timed when it has settled. Bounds are those of the machine as it really is.
+and is timed when it has settled. Both are plans that our engine's lanes can run: routers stay with
+the processor, and what they choose comes over no link. Bounds are those of the machine as it really
+is, whoever runs it.
 
 On a virtual clock: nothing runs, and everything here is emulated.
 """
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shadowlane.actors.emulation import Hidden, World
-from shadowlane.compare_world import Arena, Bounds, Job, Setting, Timed
+from shadowlane.compare_world import Arena, Bounds, Job, Setting, Timed, as_our_lanes_do
 from shadowlane.planner.hand_placement import OF_LAYERS, OF_ONE
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import Model, Plan, Work
@@ -98,15 +100,23 @@ def compare(
     """
     hidden = Hidden.drawn(seed) if hidden is None else hidden
     arena = Arena(model, machine, hidden, seed=seed, recorded=recorded)
+    ours = Arena(as_our_lanes_do(model), machine, hidden, seed=seed, recorded=recorded)
     rounds = []
     for number, job in enumerate(jobs):
-        rounds.append(_round(arena, job, strategies, number, len(jobs), progress))
+        rounds.append(_round(arena, ours, job, strategies, number, len(jobs), progress))
     return Comparison(arena, seed, tuple(rounds))
 
 
 def _round(
-    arena: Arena, job: Job, strategies: Sequence[str], number: int, jobs: int, progress: Progress
+    arena: Arena,
+    ours: Arena,
+    job: Job,
+    strategies: Sequence[str],
+    number: int,
+    jobs: int,
+    progress: Progress,
 ) -> Round:
+    """ours: the same for plans that our lanes can run."""
     reached: list[Reached] = []
     left_out: list[str] = []
     planned: tuple[Setting, float] | None = None
@@ -115,11 +125,11 @@ def _round(
         if strategy in BY_HAND:
             found = tuned(arena, strategy, job)
         else:
-            planned = planned or best_plan(arena, job)
+            planned = planned or best_plan(ours, job)
             setting, predicted = planned
             if strategy == OURS:
-                setting, predicted = learned(arena, job, setting)
-            found = Reached(strategy, setting, arena.time(setting, job), predicted)
+                setting, predicted = learned(ours, job, setting)
+            found = Reached(strategy, setting, ours.time(setting, job), predicted)
         if found is None:
             left_out.append(strategy)
         else:

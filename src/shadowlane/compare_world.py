@@ -7,7 +7,7 @@ headers alone; everything here is emulated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shadowlane.actors.emulation import Hidden, Span, World, true_machine
 from shadowlane.planner.hardware import Conditions, Hardware
@@ -76,6 +76,15 @@ class Bounds:
 
     resource: float
     path: float
+
+
+def as_our_lanes_do(model: Model) -> Model:
+    """The same model for plans that our engine can run, as `model_of` has it with `is_ours`."""
+    loads = (
+        replace(load, stays=load.kind == "router", is_joined=load.experts > 0)
+        for load in model.loads
+    )
+    return replace(model, loads=tuple(loads))
 
 
 class Arena:

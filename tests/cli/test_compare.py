@@ -71,9 +71,12 @@ def model(experts: int = 0) -> Model:
             Load(f"{layer}.o", "o", layer, 3e7, 1.2e8),
         ]
         if experts:
-            loads.append(
-                Load(f"{layer}.experts", "experts", layer, 4e7, 3.2e8, experts=experts, top_k=TOP_K)
-            )
+            loads += [
+                Load(f"{layer}.router", "router", layer, 1e6, 4e6),
+                Load(
+                    f"{layer}.experts", "experts", layer, 4e7, 3.2e8, experts=experts, top_k=TOP_K
+                ),
+            ]
         else:
             loads += [
                 Load(f"{layer}.gate_up", "gate_up", layer, 4e8, 1.6e9),
@@ -127,6 +130,18 @@ def test_all_that_are_for_this_machine_are_there(compared: Comparison) -> None:
         assert {OURS, STATIC, "cpu", "layer-split", "layer-stream"}.isdisjoint(missing)
         assert ("cpu-moe" in missing) == (arena.model.name == "toy")
         assert ("row-split" in missing) == (len(arena.machine.cards) == 1)
+
+
+def test_ours_is_what_our_lanes_can_run(compared: Comparison) -> None:
+    """No chosen expert comes over a link, and no card computes a router."""
+    for each in (reached for round_ in compared.rounds for reached in round_.reached):
+        if each.strategy in BY_HAND:
+            continue
+        for load, site in zip(compared.arena.model.loads, each.setting.plan.sites, strict=True):
+            if load.experts:
+                assert site.brought_in("decode") == site.brought_in("prefill") == 0.0
+            if load.kind == "router":
+                assert site.vram == 0.0
 
 
 def test_the_best_setting_is_the_one_that_measures_fastest() -> None:
