@@ -18,7 +18,7 @@ from shadowlane.planner.context import DEFAULT_CONTEXT
 from shadowlane.planner.following import Following
 from shadowlane.planner.hand_placement import plan_by_hand
 from shadowlane.planner.hardware import Hardware
-from shadowlane.planner.hybrid import Model, Plan, Prompts, Work, known_hits, model_of
+from shadowlane.planner.hybrid import HitRate, Model, Plan, Prompts, Work, known_hits, model_of
 from shadowlane.planner.hybrid_layouts import Question, TooLarge
 from shadowlane.planner.hybrid_learning import StepMeasured
 from shadowlane.planner.hybrid_search import search
@@ -211,7 +211,7 @@ class CardPlanner:
         assert self.catalog.experts is not None
         question, plan = self._shadow.question, self._shadow.plan
         staying_s, seconds = (
-            replace(question, hit_rate=lambda part, rate=rate: rate).times(plan).step_s
+            replace(question, hit_rate=_always(rate)).times(plan).step_s
             for rate in (proposal.hits_now, proposal.hits)
         )
         # what comes and what leaves take turns on the link
@@ -416,3 +416,8 @@ def _is_same(one: Placement, other: Placement) -> bool:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
+
+
+def _always(rate: float) -> HitRate:
+    """Cards are hit this often, whatever part of the experts they hold."""
+    return lambda part: rate

@@ -129,7 +129,7 @@ class PlannerState:
             commands = self.placements.announce(event)
         elif isinstance(event, ev.PlacementRefused):
             commands = self._placement_refused(event)
-        elif isinstance(event, ev.MemoryLeft):
+        elif isinstance(event, ev.MemoryLeft | ev.ExpertsChosen):
             commands = []  # of cards: see `card_planner.py`
         elif isinstance(event, ev.RamLooked):
             commands = self._ram_looked(event)
