@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from card_layouts import needs_interpreter
 from cards import drawn, machine_with
 from fake_card import FakeRuntime, fake_cards
@@ -17,10 +18,13 @@ from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running, small
 from mixture_files import write_published_gpt_oss
 from test_experts_run import MANY
 from tiny import tiny_tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shadowlane.actors import card_lane
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.card_activations import Activations
+from shadowlane.actors.card_compute import CardComputer
 from shadowlane.actors.card_graphs import cut_segments
 from shadowlane.actors.card_lane import CardLane
 from shadowlane.actors.card_program import CardInstruction, CounterWait
@@ -262,6 +266,59 @@ def test_decode_steps_are_replayed_in_pieces(
         assert graphs is not None
         assert "Invalidated" in (graphs.why_not or "")
         assert "launch_graph" not in driver.names()
+
+
+class Sizes(TorchDispatchMode):
+    """The largest tensor that each kind of kernel has asked memory for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: dict[str, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {
+            each.untyped_storage().data_ptr()
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, torch.Tensor)
+        }
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in given:
+                nbytes = each.untyped_storage().nbytes()
+                self.largest[str(func)] = max(nbytes, self.largest.get(str(func), 0))
+        return result
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "mistral-window"])
+def test_kernels_of_steps_ask_for_no_more_memory_than_at_the_start(
+    tiny_model: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So what the allocator was left with serves them, and it need not ask a driver that waits."""
+    sizes = {name: Sizes() for name in ("warm_up", "begin", "compute")}
+
+    def watch(name: str) -> None:
+        work = getattr(CardComputer, name)
+
+        def watched(self: CardComputer, *args: Any) -> None:
+            with sizes[name]:
+                work(self, *args)
+
+        monkeypatch.setattr(CardComputer, name, watched)
+
+    for name in sizes:
+        watch(name)
+    model = tiny_model(family)
+    options = Options(context=64, prefill_chunk=24)
+    with fake_cards(monkeypatch), on_cards(model, drawn(2, 1), options=options) as engine:
+        before = dict(sizes["warm_up"].largest)
+        assert len(engine.generate(PROMPT, 64 - len(PROMPT))) == 64 - len(PROMPT)
+    assert sizes["warm_up"].largest == before
+    for name in ("begin", "compute"):
+        assert sizes[name].largest
+        for kernel, nbytes in sizes[name].largest.items():
+            assert nbytes <= before.get(kernel, 0), kernel
 
 
 def test_pieces_end_where_somebody_waits() -> None:
