@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
@@ -89,6 +90,8 @@ class CardLane:
         self._span = span or (lambda name: nullcontext())
         self._arena = Arena.attach(handle)
         self._programs: dict[tuple[int, Phase], CardProgram] = {}
+        # Libraries keep handles, and memory for them, by thread: all kernels are this one's.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kernels of {self.name}")
         self._computer: CardComputer | None = None
         self._graphs: StepGraphs | None = None
         self._blocks: dict[tuple[int, int], CardBlock] = {}  # (block, slot) -> what is brought
@@ -98,6 +101,7 @@ class CardLane:
         self.error: str | None = None
         self._ordinal = ordinal
         with ExitStack() as closing:
+            closing.callback(self._thread.shutdown, wait=False)
             self._open(closing)
             self._closing = closing.pop_all()
 
@@ -182,7 +186,8 @@ class CardLane:
             places = expert_places(self._blueprint, placement.cards[self.card], homes)
             self._computer.tables.hold(placement.placement_id, places)
             if is_first:
-                self._warm_up(self._computer, placement.placement_id, compiled)
+                work = (self._computer, placement.placement_id, compiled)
+                self._thread.submit(self._warm_up, *work).result()
         new = {(placement.placement_id, phase): each for phase, each in compiled.items()}
         self._programs = {**self._programs, **new}
         return placement.placement_id
@@ -225,7 +230,7 @@ class CardLane:
                 self._start(partial(computer.warm_up, *work))
         except torch.OutOfMemoryError:
             raise MemoryError(f"{self.name}: {self._story_of_memory()}") from None
-        if not self.streams.drain(WARM_UP_S):
+        if not self.streams.drain(WARM_UP_S):  # no copies are under way before the first step
             raise CudaError("warming up", f"work is left after {WARM_UP_S:g} s")
 
     def stop(self) -> None:
@@ -256,7 +261,7 @@ class CardLane:
     def run(self) -> str | None:
         """Work until `stop` or the abort word. Returns the error that ended it, if any."""
         try:
-            self._work()
+            self._thread.submit(self._work).result()
         except torch.OutOfMemoryError:
             self._fail(self._story_of_memory())
         except Exception as error:  # the lane's only report: engine and peers must be told
