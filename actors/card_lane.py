@@ -2,8 +2,11 @@
 
 Between two steps this lane's thread reads the record. Then it submits the step: for each
 instruction waits for other lanes' counters, kernels that fetch activations, compute, and leave
-behind what others read, and the write of its own counter. Nothing of it waits for the card. A
-thread beside it serves the copies of this card's transfer lane (`copy_ring.py`), so that one
+behind what others read, and the write of its own counter. What lies between two waits of a decode
+step is a graph (`card_graphs.py`). Nothing of it waits for the card; for a processor's router it
+waits only where experts are computed for a chunk (`card_compute.py`).
+
+A thread beside it serves the copies of this card's transfer lane (`copy_ring.py`), so that one
 context and one set of pinned pages is enough.
 """
 

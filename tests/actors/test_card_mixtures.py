@@ -153,6 +153,23 @@ def test_experts_that_are_found_on_the_card(
         assert set(asked) == {20}, "of the prompt alone"
 
 
+def test_without_memory_operations(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread holds back what a card cannot wait for; graphs are replayed all the same."""
+    model = tiny_model("qwen2-moe")
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens = engine.generate(PROMPT, 8)
+    first = drawn(3, 1, few_slots(model))
+    with (
+        fake_cards(monkeypatch, has_memops=False) as (driver,),
+        on_cards(model, first) as engine,
+    ):
+        assert lane_of(engine).streams.mode == "events"
+        assert engine.generate(PROMPT, 8) == tokens
+        assert "launch_graph" in [name for name, _ in driver.calls]
+
+
 def test_moving_experts_while_tokens_are_made(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
