@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import inprocess
 import numpy as np
 import pytest
 import torch
@@ -213,6 +214,36 @@ def test_moving_experts_while_tokens_are_made(
         assert set(there.offsets) == set(now.blueprint.on_card(part))
         kinds = lane_of(engine)._graphs._graphs  # type: ignore[union-attr]
         assert {kind.placement_id for kind in kinds} == {3}, "graphs go with their placement"
+
+
+def test_the_planner_fills_a_card_with_experts(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(MANY, num_experts=32, num_experts_per_tok=4)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens = engine.generate(PROMPT, 12)
+    catalog = cut(model, OPTIONS, ONE_THREAD).catalog
+    experts = catalog.experts
+    assert experts is not None
+    dense = sum(block.held_nbytes for block in catalog.blocks)
+    memory = 2 * dense + experts.total * experts.slot_nbytes // 2
+    slow = replace(machine_with(1), cpu_bytes_per_s=1e8, cpu_flops=1e10)
+    with (
+        fake_cards(monkeypatch, base=inprocess.ThreadHost),
+        running(
+            model,
+            ram=AMPLE,
+            options=OPTIONS,
+            cores=ONE_THREAD,
+            cards=(CardSettings(memory),),
+            machine=slow,
+        ) as engine,
+    ):
+        (card,) = engine.engine.placement.cards
+        assert card.num_experts >= experts.total // 3
+        assert card.total_nbytes <= memory
+        assert engine.generate(PROMPT, 12) == tokens
+        assert engine.engine.gauges.expert_use().on_cards > 0
 
 
 @pytest.mark.parametrize("family", ["llama2", "llama2-tied"])
