@@ -2,8 +2,11 @@
 
 Between two steps this lane's thread reads the record. Then it submits the step: for each
 instruction waits for other lanes' counters, kernels that fetch activations, compute, and leave
-behind what others read, and the write of its own counter. Nothing of it waits for the card. A
-thread beside it serves the copies of this card's transfer lane (`copy_ring.py`), so that one
+behind what others read, and the write of its own counter. What lies between two waits of a decode
+step is a graph (`card_graphs.py`). Nothing of it waits for the card; for a processor's router it
+waits only where experts are computed for a chunk (`card_compute.py`).
+
+A thread beside it serves the copies of this card's transfer lane (`copy_ring.py`), so that one
 context and one set of pinned pages is enough.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
@@ -100,6 +104,8 @@ class CardLane:
         self._span = span or (lambda name: nullcontext())
         self._arena = Arena.attach(handle)
         self._programs: dict[tuple[int, Phase], CardProgram] = {}
+        # Libraries keep handles, and memory for them, by thread: all kernels are this one's.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kernels of {self.name}")
         self._computer: CardComputer | None = None
         self._graphs: StepGraphs | None = None
         self._blocks: dict[tuple[int, int], CardBlock] = {}  # (block, slot) -> what is brought
@@ -110,6 +116,7 @@ class CardLane:
         self._ordinal = ordinal
         self._clocks: list[StreamClock] = []
         with ExitStack() as closing:
+            closing.callback(self._thread.shutdown, wait=False)
             self._open(closing)
             self._closing = closing.pop_all()
 
@@ -227,7 +234,8 @@ class CardLane:
             places = expert_places(self._blueprint, placement.cards[self.card], homes)
             self._computer.tables.hold(placement.placement_id, places)
             if is_first:
-                self._warm_up(self._computer, placement.placement_id, compiled)
+                work = (self._computer, placement.placement_id, compiled)
+                self._thread.submit(self._warm_up, *work).result()
         new = {(placement.placement_id, phase): each for phase, each in compiled.items()}
         self._programs = {**self._programs, **new}
         return placement.placement_id
@@ -334,7 +342,7 @@ class CardLane:
                 self._start(partial(computer.warm_up, *work))
         except torch.OutOfMemoryError:
             raise self._full("of a step") from None
-        if not self.streams.drain(WARM_UP_S):
+        if not self.streams.drain(WARM_UP_S):  # no copies are under way before the first step
             raise CudaError("warming up", f"work is left after {WARM_UP_S:g} s")
 
     def stop(self) -> None:
@@ -369,7 +377,7 @@ class CardLane:
         """
         full: CardFull | None = None
         try:
-            self._work()
+            self._thread.submit(self._work).result()
         except Exception as error:  # the lane's only report: engine and peers must be told
             if _is_out_of_memory(error):
                 full = self._full("of a step")

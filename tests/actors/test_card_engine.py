@@ -13,6 +13,7 @@ from typing import Any
 import inprocess
 import numpy as np
 import pytest
+import torch
 from cards import drawn, machine_with
 from fake_card import FakeDriver, FakeRuntime, fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, collect, running, small_blocks
@@ -216,6 +217,21 @@ def test_a_card_that_cannot_be_opened_is_told_of_in_a_line(
     with (
         fake_cards(monkeypatch, **abilities),
         pytest.raises(error, match=words),
+        on_cards(model, drawn(0, 1)),
+    ):
+        pass
+
+
+def test_a_card_that_has_no_memory_for_kernels_is_told_of_before_any_step(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(self: FakeRuntime, stream: int, work: Callable[[], None]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(FakeRuntime, "launch", launch)
+    with (
+        fake_cards(monkeypatch),
+        pytest.raises(MemoryError, match=r"gpu:0: out of memory beside .* \(a smaller gpu_memory"),
         on_cards(model, drawn(0, 1)),
     ):
         pass

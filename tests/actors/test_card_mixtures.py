@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import inprocess
 import numpy as np
 import pytest
+import torch
 from card_layouts import needs_interpreter
 from cards import drawn, machine_with
 from fake_card import FakeRuntime, fake_cards
@@ -17,10 +19,13 @@ from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running, small
 from mixture_files import write_published_gpt_oss
 from test_experts_run import MANY
 from tiny import tiny_tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shadowlane.actors import card_lane
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.card_activations import Activations
+from shadowlane.actors.card_compute import CardComputer
 from shadowlane.actors.card_graphs import cut_segments
 from shadowlane.actors.card_lane import CardLane
 from shadowlane.actors.card_program import CardInstruction, CounterWait
@@ -149,6 +154,23 @@ def test_experts_that_are_found_on_the_card(
         assert set(asked) == {20}, "of the prompt alone"
 
 
+def test_without_memory_operations(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread holds back what a card cannot wait for; graphs are replayed all the same."""
+    model = tiny_model("qwen2-moe")
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens = engine.generate(PROMPT, 8)
+    first = drawn(3, 1, few_slots(model))
+    with (
+        fake_cards(monkeypatch, has_memops=False) as (driver,),
+        on_cards(model, first) as engine,
+    ):
+        assert lane_of(engine).streams.mode == "events"
+        assert engine.generate(PROMPT, 8) == tokens
+        assert "launch_graph" in [name for name, _ in driver.calls]
+
+
 def test_moving_experts_while_tokens_are_made(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +214,36 @@ def test_moving_experts_while_tokens_are_made(
         assert set(there.offsets) == set(now.blueprint.on_card(part))
         kinds = lane_of(engine)._graphs._graphs  # type: ignore[union-attr]
         assert {kind.placement_id for kind in kinds} == {3}, "graphs go with their placement"
+
+
+def test_the_planner_fills_a_card_with_experts(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(MANY, num_experts=32, num_experts_per_tok=4)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens = engine.generate(PROMPT, 12)
+    catalog = cut(model, OPTIONS, ONE_THREAD).catalog
+    experts = catalog.experts
+    assert experts is not None
+    dense = sum(block.held_nbytes for block in catalog.blocks)
+    memory = 2 * dense + experts.total * experts.slot_nbytes // 2
+    slow = replace(machine_with(1), cpu_bytes_per_s=1e8, cpu_flops=1e10)
+    with (
+        fake_cards(monkeypatch, base=inprocess.ThreadHost),
+        running(
+            model,
+            ram=AMPLE,
+            options=OPTIONS,
+            cores=ONE_THREAD,
+            cards=(CardSettings(memory),),
+            machine=slow,
+        ) as engine,
+    ):
+        (card,) = engine.engine.placement.cards
+        assert card.num_experts >= experts.total // 3
+        assert card.total_nbytes <= memory
+        assert engine.generate(PROMPT, 12) == tokens
+        assert engine.engine.gauges.expert_use().on_cards > 0
 
 
 @pytest.mark.parametrize("family", ["llama2", "llama2-tied"])
@@ -262,6 +314,59 @@ def test_decode_steps_are_replayed_in_pieces(
         assert graphs is not None
         assert "Invalidated" in (graphs.why_not or "")
         assert "launch_graph" not in driver.names()
+
+
+class Sizes(TorchDispatchMode):
+    """The largest tensor that each kind of kernel has asked memory for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: dict[str, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {
+            each.untyped_storage().data_ptr()
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, torch.Tensor)
+        }
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in given:
+                nbytes = each.untyped_storage().nbytes()
+                self.largest[str(func)] = max(nbytes, self.largest.get(str(func), 0))
+        return result
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "mistral-window"])
+def test_kernels_of_steps_ask_for_no_more_memory_than_at_the_start(
+    tiny_model: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So what the allocator was left with serves them, and it need not ask a driver that waits."""
+    sizes = {name: Sizes() for name in ("warm_up", "begin", "compute")}
+
+    def watch(name: str) -> None:
+        work = getattr(CardComputer, name)
+
+        def watched(self: CardComputer, *args: Any) -> None:
+            with sizes[name]:
+                work(self, *args)
+
+        monkeypatch.setattr(CardComputer, name, watched)
+
+    for name in sizes:
+        watch(name)
+    model = tiny_model(family)
+    options = Options(context=64, prefill_chunk=24)
+    with fake_cards(monkeypatch), on_cards(model, drawn(2, 1), options=options) as engine:
+        before = dict(sizes["warm_up"].largest)
+        assert len(engine.generate(PROMPT, 64 - len(PROMPT))) == 64 - len(PROMPT)
+    assert sizes["warm_up"].largest == before
+    for name in ("begin", "compute"):
+        assert sizes[name].largest
+        for kernel, nbytes in sizes[name].largest.items():
+            assert nbytes <= before.get(kernel, 0), kernel
 
 
 def test_pieces_end_where_somebody_waits() -> None:

@@ -89,6 +89,9 @@ def expert_cases() -> Iterator[Case]:
             sizes = {"NUM": tile.num, "PLACES": tile.places, "ROWS": 4, "HAS_BIAS": has_more}
             kernel = kernels._expert_down_kernel
             yield f"expert down {layout} {has_more}", kernel, types, {"DOWN": layout, **sizes}
+    types = {"places": INTEGERS, "ids": INTEGERS, "source": FLOATS, "target": FLOATS}
+    more = {"width": NUMBER}
+    yield "leave experts", kernels._leave_kernel, types | more, {"COLS": kernels.LEAVE_COLS}
 
 
 def attention_cases() -> Iterator[Case]:
