@@ -345,6 +345,7 @@ class CardLane:
         self._operators, self._programs, self._blocks = None, {}, {}
         self._shared = {}
         self._memory = torch.empty(0)
+        self._runtime.give_back()
 
     def _end_copies(self) -> None:
         """The copy thread ends at the abort word; a lane that is closed without one sets it."""

@@ -32,6 +32,10 @@ class CardRuntime(Protocol):
         """Memory that the card sees at an address, uint8 [nbytes]; it keeps `owner` alive."""
         ...
 
+    def give_back(self) -> None:
+        """Let the card have all memory that no tensor holds any more."""
+        ...
+
 
 class CudaRuntime:
     """Torch on one CUDA card. Its ordinal is this process's, as CUDA_VISIBLE_DEVICES has it."""
@@ -66,3 +70,8 @@ class CudaRuntime:
         import torch
 
         return torch.as_tensor(ArrayOnCard(address, nbytes, owner), device=self.device)
+
+    def give_back(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()

@@ -46,6 +46,9 @@ class FakeRuntime:
         host = self.driver.host_address(address, nbytes)
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(host), dtype=torch.uint8)
 
+    def give_back(self) -> None:
+        """All of it is the host's."""
+
 
 class FakeDriver(RecordingDriver):
     """A recording driver of one card, and what its kernels failed with."""
