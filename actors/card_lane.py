@@ -253,14 +253,14 @@ class CardLane:
 
     def leave_cached(self, layers: Sequence[int], pages: Sequence[int]) -> None:
         """Copy what the card has cached of these layers, in these pages, to the arena."""
-        cache = self._cache
+        cache, numbers = self._cache, np.array(pages, np.int64)
 
         def work() -> None:
-            places = torch.as_tensor(pages, device=self._runtime.device)
+            places = torch.as_tensor(numbers, device=self._runtime.device)
             for layer in layers:
                 held = cache.layers[layer]
                 theirs = self._cached_in_ram(layer)[:, :, held.first : held.last]
-                theirs[pages] = cache.read_pages(layer, places).cpu().numpy()
+                theirs[numbers] = cache.read_pages(layer, places).cpu().numpy()
 
         self._do_between_steps(work)
 
@@ -272,15 +272,15 @@ class CardLane:
         dropped: layers whose heads the card has no more; heads: where each lies on the card, None:
         in memory beside its budget, which has no piece that is large enough.
         """
-        cache = self._cache
+        cache, numbers = self._cache, np.array(pages, np.int64)
 
         def work() -> None:
-            places = torch.as_tensor(pages, device=self._runtime.device)
+            places = torch.as_tensor(numbers, device=self._runtime.device)
             for layer in [*dropped, *(each.layer for each in heads)]:
                 cache.layers.pop(layer, None)
             for each, home in heads.items():
                 cache.hold_in(*each, self._home_of(each, home))
-                ours = self._cached_in_ram(each.layer)[pages, :, each.first : each.last]
+                ours = self._cached_in_ram(each.layer)[numbers, :, each.first : each.last]
                 cached = torch.from_numpy(ours).to(self._runtime.device)
                 cache.write_pages(each.layer, places, cached)
 

@@ -15,12 +15,18 @@ from typing import Any
 import numpy as np
 
 from shadowlane.actors import disk_lane as disk
-from shadowlane.actors.arena import MOVE_COUNTER, Arena, ArenaLayout
+from shadowlane.actors.arena import Arena, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
-from shadowlane.actors.copy_choice import COURSE_NBYTES, Choice, CopyTimes, Course, choose
+from shadowlane.actors.card_crew import (
+    ChangeOfHeads,
+    changes_of_heads,
+    choose_copier,
+    use_process,
+    wait_between_steps,
+)
+from shadowlane.actors.copy_choice import Choice
 from shadowlane.actors.copy_ring import ring_nbytes
-from shadowlane.actors.cuda.devices import is_wsl2
-from shadowlane.actors.held_heads import CardSizes, Heads, heads_on, num_moved, page_nbytes
+from shadowlane.actors.held_heads import CardSizes, Heads, heads_on, page_nbytes
 from shadowlane.actors.homes import Homes
 from shadowlane.actors.hosts import Host, LaneDied, Pending, Remote, Settled
 from shadowlane.actors.recovery import (
@@ -59,17 +65,6 @@ class Published:
     placement: Placement
     programs: dict[Phase, dict[str, Program]]  # one for both phases where they are alike
     lengths: dict[Phase, tuple[int, ...]]  # instructions of each compute lane in one step
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeOfHeads:
-    """What a switch changes of the keys and values on one card."""
-
-    card: int
-    lane: Remote
-    left: tuple[int, ...]  # layers of which it holds other heads now, or none
-    come: tuple[Heads, ...]
-    num_moved: int  # heads of all layers that come or leave
 
 
 @dataclass(slots=True)
@@ -369,51 +364,30 @@ class Crew:
     def switch(self, placement: Placement, *, is_first: bool = False) -> None:
         """Make `placement` the one that the next step runs under. Between steps only."""
         keeps_ring = not is_first and self.placement.sweep == placement.sweep
-        changes = [] if is_first else self._changes_of_heads(placement)
+        changes = [] if is_first else changes_of_heads(self._blueprint, self.placement, placement)
         pages = self._pages_in_use() if changes else ()
-        if self._has_cards:
-            self._answered([c.lane.call("leave_cached", c.left, pages) for c in changes if c.left])
-        else:
-            page = page_nbytes(self._blueprint) * len(pages)
-            calls = [(self.links[each.card], page * each.num_moved) for each in changes]
-            self._answered([link.call("move_cached", nbytes) for link, nbytes in calls if nbytes])
+        wait_between_steps([self._leave_cached(each, pages) for each in changes])
         self._start_sweep(placement, keeps_ring)
         self.placement = placement
         self._drop_all_but([placement])
         if self._has_cards:
-            self._answered([self._take_cached(each, pages) for each in changes])
+            wait_between_steps([self._take_cached(each, pages) for each in changes])
         for key in [each for each in self._held if each <= placement.placement_id]:
             self._release_experts(self._held.pop(key))
 
-    def _changes_of_heads(self, placement: Placement) -> list[ChangeOfHeads]:
-        """Of the cards that have other heads under `placement` than under the one in force."""
-        found = []
-        for number, lane in enumerate(self.cards):
-            before = heads_on(self._blueprint, self.placement, lane.name)
-            after = heads_on(self._blueprint, placement, lane.name)
-            if before != after:
-                left = tuple(each.layer for each in before if each not in after)
-                come = tuple(each for each in after if each not in before)
-                moved = num_moved(before, after)
-                found.append(ChangeOfHeads(number, lane, left, come, moved))
-        return found
+    def _leave_cached(self, change: ChangeOfHeads, pages: Sequence[int]) -> Pending:
+        """Of a card that is emulated, the time of all that moves; its bytes stay."""
+        if self._has_cards:
+            return self.cards[change.card].call("leave_cached", change.left, pages)
+        nbytes = page_nbytes(self._blueprint) * len(pages) * change.num_moved
+        if not nbytes:
+            return Settled(None)
+        return self.links[change.card].call("move_cached", nbytes)
 
     def _take_cached(self, change: ChangeOfHeads, pages: Sequence[int]) -> Pending:
         there = self.card_homes[change.card]
         heads = {each: there.take([each]).get(each) for each in change.come}
-        return change.lane.call("take_cached", change.left, heads, pages)
-
-    @staticmethod
-    def _answered(calls: Sequence[Pending]) -> None:
-        """Wait for what lanes do between two steps. Raises LaneDied if one cannot."""
-        for call in calls:
-            try:
-                call.result()
-            except LaneDied:
-                raise
-            except Exception as error:  # keys and values are half moved: begin anew
-                reason = f"keys and values could not be moved: {type(error).__name__}: {error}"
-                raise LaneDied(reason) from error
+        return self.cards[change.card].call("take_cached", change.left, heads, pages)
 
     def _start_sweep(self, placement: Placement, keeps_ring: bool) -> None:
         """Tell the disk lane what to read from now on. `keeps_ring`: what was read ahead counts."""
@@ -528,51 +502,16 @@ class Crew:
         """
         if not self._has_cards:
             return []
-        for number in range(len(self.cards)):
-            self._choices[number] = self._choose_copier(number)
-        return [
-            *(each.told(self.cards[number].name) for number, each in self._choices.items()),
-            *self._use_processes(),
-        ]
-
-    def _choose_copier(self, number: int) -> Choice:
-        card, link, layout = self.cards[number], self.links[number], self._layout
-        where = layout.cards[number]
-        course = Course(
-            source=layout.landing,
-            target=0,
-            nbytes=min(COURSE_NBYTES, layout.landing_nbytes, where.weights + where.weights_nbytes),
-            counter=layout.counter(MOVE_COUNTER + number),
-            abort=layout.abort,
-        )
-        exported: list[int] = []
-
-        def process() -> CopyTimes:
-            handle, nbytes = card.call("export").result()
-            exported.append(nbytes)
-            times: CopyTimes = link.call("time_process", course, handle).result()
-            return times
-
-        return choose(
-            lambda: link.call("time_thread", course).result(),
-            process,
-            card_nbytes=lambda: exported[0],
-            is_wsl2=is_wsl2(),
-        )
+        for number, (card, link) in enumerate(zip(self.cards, self.links, strict=True)):
+            self._choices[number] = choose_copier(number, card, link, self._layout)
+        told = [each.told(self.cards[number].name) for number, each in self._choices.items()]
+        return told + self._use_processes()
 
     def _use_processes(self) -> list[str]:
-        """Have those copy that were chosen; a thread can always step in. Returns what failed."""
-        failed = []
-        for number, choice in self._choices.items():
-            if choice.submitter == "process":
-                try:
-                    handle, _ = self.cards[number].call("export").result()
-                    self.links[number].call("use_process", handle).result()
-                except (RuntimeError, OSError) as error:
-                    failed.append(
-                        f"{self.cards[number].name}: its thread copies after all: {error}"
-                    )
-        return failed
+        """Have those processes copy that were chosen. Returns why some cannot."""
+        chosen = [n for n, each in self._choices.items() if each.submitter == "process"]
+        failed = (use_process(self.cards[number], self.links[number]) for number in chosen)
+        return [each for each in failed if each is not None]
 
     def load_cards(self, tell: Progress | None = None) -> None:
         """Bring what lives on cards that are here; their lanes must be open, and none running.

@@ -99,6 +99,7 @@ class Engine:
         self.arena: Arena | None = None
         self.emulator: Emulator | None = None
         self.notes: list[str] = list(self.blueprint.notes)
+        self._who_copies: list[str] = []  # of the notes, those about copies to cards
         self.load_s = 0.0
         self.error: str | None = None
         self.eos_token_ids = frozenset(self.blueprint.config.eos_token_ids)
@@ -228,7 +229,9 @@ class Engine:
             tell("compiling kernels, once", None)
         for each in opened:
             each.result()
-        self.notes.extend(self.crew.choose_copiers())
+        self.notes = [each for each in self.notes if each not in self._who_copies]
+        self._who_copies = self.crew.choose_copiers()
+        self.notes.extend(self._who_copies)
         self.crew.load_cards(tell)
         answers = self.crew.publish(first)
         self.crew.switch(first, is_first=True)

@@ -204,8 +204,6 @@ class TransferLaneHost:
 
     def make_driver(self, uuid: str) -> Driver:
         """For copies by this process, which is to see this card. Raises CudaError."""
-        # NOTE: Ray hides all cards from whoever has asked for none.
-        os.environ["CUDA_VISIBLE_DEVICES"] = uuid
         from shadowlane.actors.cuda.driver import CudaDriver
 
         return CudaDriver()

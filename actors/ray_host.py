@@ -35,6 +35,7 @@ from shadowlane.planner.events import Command, Event, PublishPlacement, StepReti
 if TYPE_CHECKING:
     from shadowlane.actors.arena import ArenaHandle, ArenaLayout
     from shadowlane.actors.blueprint import Blueprint
+    from shadowlane.actors.cuda.driver import Driver
     from shadowlane.actors.service import Prompt
     from shadowlane.ops.sampling import SamplingParams
 
@@ -109,6 +110,11 @@ class TransferLaneActor(TransferLaneHost, ReadyEarly, CallByName):
     def __init__(self, card: int) -> None:
         super().__init__(card, ray_span)
         self.start_making_ready()
+
+    def make_driver(self, uuid: str) -> Driver:
+        # NOTE: Ray hides all cards from whoever has asked for none, as this lane has.
+        os.environ["CUDA_VISIBLE_DEVICES"] = uuid
+        return super().make_driver(uuid)
 
     def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
         end_with(handle.pid)

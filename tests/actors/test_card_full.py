@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_a_budget_that_a_card_has_not_is_lowered(
         on_a_card(model, plans) as engine,
     ):
         assert plans.budgets == [GIB, 512 * MIB]
-        (note,) = [each for each in engine.engine.notes if "gpu:0" in each]
+        (note,) = [each for each in engine.engine.notes if "planned anew" in each]
         assert "cudaErrorMemoryAllocation" in note
         assert note.endswith("planned anew with 512.0 MiB of it instead of 1.00 GiB"), note
         assert note in engine.engine.shadow.decisions
@@ -100,18 +101,18 @@ def test_a_card_that_refuses_twice_is_told_of_in_a_line(
         assert len(plans.budgets) == 2
 
 
-def test_keys_and_values_that_find_no_room(
+def test_activations_that_find_no_room(
     model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What torch takes beside the budget is what has to become possible."""
     made: list[int] = []
     make = card_lane.CardLane._make_operators
 
-    def refuse_first(lane: card_lane.CardLane, heads: Any) -> Any:
+    def refuse_first(lane: card_lane.CardLane) -> Any:
         made.append(1)
         if len(made) == 1:
             raise card_lane.torch.OutOfMemoryError("CUDA out of memory")
-        return make(lane, heads)
+        return make(lane)
 
     monkeypatch.setattr(card_lane.CardLane, "_make_operators", refuse_first)
     plans = Plans()
@@ -133,9 +134,10 @@ def test_a_step_that_finds_no_memory_is_begun_anew(
         driver.refused_after = [driver.num_launched + 20]
         assert heard + collect(request) == expected
         assert plans.budgets == [GIB, 512 * MIB]
-        (note,) = [each for each in engine.engine.notes if "gpu:0" in each]
+        (note,) = [each for each in engine.engine.notes if "planned anew" in each]
         assert "out of memory of a step beside" in note
         assert "planned anew with 512.0 MiB of it instead of 1.00 GiB" in note
+        assert sum("copies to gpu:0" in each for each in engine.engine.notes) == 1
         assert engine.generate(PROMPT, max_tokens=30) == expected
 
 
@@ -152,6 +154,11 @@ def test_steps_that_find_no_memory_twice_end_the_engine(
         assert "\n" not in error
         with pytest.raises(EngineError, match="gpu:0: out of memory"):
             engine.generate(PROMPT)
+
+
+def test_what_a_lane_raises_comes_from_its_process_as_it_was() -> None:
+    there = pickle.loads(pickle.dumps(CardFull("gpu:1: no room", 1, 77)))
+    assert (str(there), there.card, there.free_nbytes) == ("gpu:1: no room", 1, 77)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,27 @@ def test_tokens_are_the_same_while_heads_move_on_cards(
             assert set(there.offsets) == {*part.resident, *held}, "what nobody needs is dropped"
 
 
+def test_heads_move_while_nothing_is_cached(
+    model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        fake_cards(monkeypatch),
+        over(model, 10, 1, machine=machine_with(1)) as engine,
+    ):
+        monkeypatch.setattr(engine.engine.crew, "_pages_in_use", list)
+        engine.generate(PROMPT, max_tokens=1)  # so that nothing of it is needed any more
+        planner, now = engine.planner, engine.engine
+        assert planner is not None
+        again = drawn(11, 1)(now.blueprint.catalog, now.request)
+        planner.script.append((2, replace(again, placement_id=1)))
+        for _ in range(20):
+            engine.generate(PROMPT, max_tokens=1)
+            if len(planner.announced) == 2:
+                break
+        assert [each for each, _ in planner.announced] == [0, 1]
+        assert engine.generate(PROMPT, max_tokens=TOKENS) == expected
+
+
 def test_heads_that_find_no_room_in_one_piece_lie_beside_the_budget(
     model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,3 +64,38 @@ def test_experts_and_embeddings_on_a_card(tiny_model: Callable[..., Path], famil
             graphs = engine.engine.crew.cards[0]._target._lane._graphs  # type: ignore[attr-defined]
             assert graphs.why_not is None
             assert any(graphs._graphs.values())
+
+
+def test_heads_move_and_times_are_told(tiny_model: Callable[..., Path]) -> None:
+    """Placements at random one after the other, within answers."""
+    model = tiny_model("llama2")
+    with small_blocks(4096):
+        with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+            tokens = engine.generate(PROMPT, max_tokens=60)
+        with running(
+            model,
+            ram=AMPLE,
+            options=OPTIONS,
+            cores=ONE_THREAD,
+            first=drawn(0, 1),
+            cards=(CardSettings(1 << 30),),
+            machine=machine_with(1),
+        ) as engine:
+            planner, now = engine.planner, engine.engine
+            assert planner is not None
+            for turn in range(1, 5):
+                again = drawn(turn, 1)(now.blueprint.catalog, now.request)
+                planner.script.append((8 * turn, replace(again, placement_id=turn)))
+            for _ in range(10):
+                assert engine.generate(PROMPT, max_tokens=60) == tokens
+                if len(planner.announced) == 5:
+                    break
+            assert len(planner.announced) == 5
+            assert any("copies to gpu:0" in each for each in now.notes)
+            number = now.placement.number_of("gpu:0")
+            spans = now.gauges.worker_spans(number, 0)
+        assert len(spans) > 100
+        took = spans[:, 3] - spans[:, 2]
+        assert (took >= 0).all()
+        assert (took > 0).any()
+        assert (spans[1:, 2] >= spans[:-1, 3]).all()
