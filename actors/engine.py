@@ -150,7 +150,12 @@ class Engine:
         self.catalog = informed(self.catalog, heat)
         first = self._first_placement(profile)
         emulated = self.settings.emulated
-        self.layout = plan_layout(self.blueprint, first, is_emulated=emulated is not None)
+        self.layout = plan_layout(
+            self.blueprint,
+            first,
+            is_emulated=emulated is not None,
+            may_shrink=emulated is not None or self.settings.headroom is not None,
+        )
         touched = self.layout.landing_nbytes
         if emulated is not None:  # cards' memory is here, too
             touched = sum(card.total_nbytes - card.kv_nbytes for card in first.cards)
