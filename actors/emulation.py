@@ -41,7 +41,7 @@ from shadowlane.planner.hybrid import (
     rows_of,
     stage_nbytes,
 )
-from shadowlane.planner.hybrid_moves import Moves
+from shadowlane.planner.hybrid_moves import Migration
 from shadowlane.planner.hybrid_shadow import StepMeasured
 
 CHUNK_NBYTES = 4e6  # of what links bring
@@ -154,7 +154,7 @@ class World:
         self,
         plan: Plan,
         work: Work,
-        moving: Moves | None = None,
+        moving: Migration | None = None,
         spans: list[Span] | None = None,
     ) -> StepMeasured:
         """One step of `plan`; the clock goes on.
@@ -180,7 +180,7 @@ class World:
         self.now_s += seconds
         return StepMeasured(seconds, run.busy, part * moving.nbytes if moving else 0.0)
 
-    def wait_for(self, moving: Moves) -> float:
+    def wait_for(self, moving: Migration) -> float:
         """Seconds that a step waits until all of it has been moved; the clock goes on."""
         seconds = self.jitter() * max(
             nbytes / self.rate(lane) for lane, nbytes in moving.lanes().items()
