@@ -197,11 +197,17 @@ class ArenaLayout:
 
 
 def plan_layout(
-    blueprint: Blueprint, placement: Placement, *, is_emulated: bool = False
+    blueprint: Blueprint,
+    placement: Placement,
+    *,
+    is_emulated: bool = False,
+    may_shrink: bool = False,
 ) -> ArenaLayout:
     """Lay out the arena for a placement. Its budgeted part has exactly `placement.total_nbytes`.
 
     is_emulated: lanes take the time of another machine, and its cards' memory is here too.
+    may_shrink: the budget may, so that plans to come stream: beside it there is a ring for them,
+    whose pages take nothing until then.
     """
     from shadowlane.actors.copy_ring import ring_nbytes  # which needs an arena itself
     from shadowlane.actors.held_heads import spare_nbytes
@@ -278,8 +284,7 @@ def plan_layout(
     used = cursor - budget_start - on_cards
     expected = placement.total_nbytes + weights_nbytes - placement.weights_nbytes
     assert used == expected, (used, expected)
-    if not num_slots and blueprint.experts is None and not are_here:
-        # For plans to come that stream, should the budget shrink: untouched pages take nothing.
+    if may_shrink and not num_slots and blueprint.experts is None and not are_here:
         num_slots = later_slots(placement.slot_nbytes)
         ring = take(num_slots * placement.slot_nbytes)
     largest = max((whole_pages(nbytes) for nbytes in blueprint.held_nbytes), default=0)

@@ -45,7 +45,7 @@ from shadowlane.planner.hybrid import (
     stage_nbytes,
 )
 from shadowlane.planner.hybrid_learning import StepMeasured
-from shadowlane.planner.hybrid_moves import Moves
+from shadowlane.planner.hybrid_moves import Migration
 
 CHUNK_NBYTES = 4e6  # of what links bring
 READ_S = 1e-4  # before a read on demand begins
@@ -159,7 +159,7 @@ class World:
         self,
         plan: Plan,
         work: Work,
-        moving: Moves | None = None,
+        moving: Migration | None = None,
         spans: list[Span] | None = None,
     ) -> StepMeasured:
         """One step of `plan`; the clock goes on.
@@ -191,7 +191,7 @@ class World:
         hits = run.hits / run.chosen if run.chosen else None
         return StepMeasured(seconds, run.busy, moved, run.kinds, hits)
 
-    def wait_for(self, moving: Moves) -> float:
+    def wait_for(self, moving: Migration) -> float:
         """Seconds that a step waits until all of it has been moved; the clock goes on."""
         seconds = self.jitter() * max(
             nbytes / self.rate(lane) for lane, nbytes in moving.lanes().items()

@@ -198,7 +198,12 @@ class Engine:
         self.catalog = informed(self.catalog, heat)
         first = self._first_placement(profile)
         emulated = self.settings.emulated
-        self.layout = plan_layout(self.blueprint, first, is_emulated=emulated is not None)
+        self.layout = plan_layout(
+            self.blueprint,
+            first,
+            is_emulated=emulated is not None,
+            may_shrink=emulated is not None or self.settings.headroom is not None,
+        )
         # Room for blocks that may come to RAM later is pinned, and so taken, where cards are here.
         touched = self.layout.weights_nbytes - first.weights_nbytes + self.layout.landing_nbytes
         if emulated is not None:  # cards' memory is here, too

@@ -450,10 +450,12 @@ class Service:
         return {"engine": os.getpid(), **self.engine.process_ids()}
 
     def lane_use(self) -> tuple[float, dict[str, tuple[float, int]]]:
-        """(monotonic s, lane -> (busy s, bytes moved)) since the start."""
+        """(monotonic s, lane -> (busy s, bytes moved)) since the start; seconds of the machine
+        that is emulated, if one is."""
         use = self.engine.lane_use_now().lanes
-        return time.monotonic(), {
-            name: (busy / 1e9, nbytes) for name, (busy, nbytes) in use.items()
+        slowed = self.engine.slowed
+        return time.monotonic() / slowed, {
+            name: (busy / 1e9 / slowed, nbytes) for name, (busy, nbytes) in use.items()
         }
 
     def timeline(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from shadowlane.planner.hardware import CALM, Conditions, Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, assumed_hits
 from shadowlane.planner.hybrid_changes import MECHANISMS
 from shadowlane.planner.hybrid_layouts import Question, by_hand
-from shadowlane.planner.hybrid_moves import Moves, moves
+from shadowlane.planner.hybrid_moves import Migration, moves
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import (
     Explained,
@@ -110,7 +110,7 @@ class Mover:
     def __init__(self, world: World, work: Work, plan: Plan) -> None:
         self._world, self._work = world, work
         self._plan = self._wanted = plan
-        self._moving: Moves | None = None
+        self._moving: Migration | None = None
 
     def want(self, plan: Plan) -> float:
         """From now on. Seconds that the next step waits, where the plan before has no room left."""

@@ -16,13 +16,13 @@ All figures are emulated: ratios of predictions.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
+
+from asked_pairs import pairs_parser
 
 from shadowlane.planner.hybrid import Prompts, Work, assumed_hits
 from shadowlane.planner.hybrid_layouts import Question, TooLarge
@@ -30,7 +30,6 @@ from shadowlane.planner.hybrid_regret import TooManyPlans, annealed, exact, shor
 from shadowlane.planner.hybrid_search import search
 from shadowlane.shapes import load_hardware, shape_model
 
-ROOT = Path(__file__).resolve().parent.parent
 MODELS = (
     "llama-2-13b",
     "llama-2-70b",
@@ -78,19 +77,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME")
-    parser.add_argument(
-        "--machines",
-        nargs="+",
-        type=Path,
-        default=sorted((ROOT / "examples" / "hardware").glob("*.yaml")),
-        metavar="FILE",
-    )
+    parser = pairs_parser(__doc__, MODELS)
     parser.add_argument("--tries", type=int, default=2000, help="evaluations of annealing")
-    parser.add_argument("--output", choices=("md", "json"), default="md")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in asked.models:

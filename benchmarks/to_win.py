@@ -18,7 +18,6 @@ predictions: emulated, and good for rankings at most. docs/what-to-win.md says w
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from asked_pairs import pairs_parser
 
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Work, assumed_hits
@@ -40,7 +40,6 @@ from shadowlane.planner.routing_files import read_trace
 from shadowlane.planner.scenarios import SCENARIOS, evaluate
 from shadowlane.shapes import load_hardware, longest_context, shape_model
 
-ROOT = Path(__file__).resolve().parent.parent
 MODELS = (
     "llama-2-13b",
     "llama-2-70b",
@@ -282,24 +281,13 @@ def following_table(trace: Trace, names: Iterable[str], paths: Sequence[Path]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME")
-    parser.add_argument(
-        "--machines",
-        nargs="+",
-        type=Path,
-        default=sorted((ROOT / "examples" / "hardware").glob("*.yaml")),
-        metavar="FILE",
-    )
+    parser = pairs_parser(__doc__, MODELS)
     parser.add_argument("--routing", type=Path, help="a recorded trace, for how hot experts are")
     parser.add_argument("--crossing-us", type=float, metavar="US", help="of every card's crossings")
     parser.add_argument(
         "--cores-read", type=float, default=1.0, metavar="TIMES", help="as fast as the file says"
     )
     parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="JSON of earlier runs")
-    parser.add_argument("--output", choices=("md", "json"), default="md")
     asked = parser.parse_args()
     recorded: HitRate | None = None
     trace = None

@@ -17,7 +17,7 @@ from shadowlane.planner.hybrid_layouts import Question
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class Migration:
     """Bytes that each lane carries, all at the same time, and how long the busiest of them takes.
 
     What comes off the disk for a card is counted on both lanes.
@@ -39,9 +39,9 @@ class Moves:
             found[f"h2d:{card}"], found[f"d2h:{card}"] = there, back
         return found
 
-    def part(self, part: float) -> Moves:
+    def part(self, part: float) -> Migration:
         """So much of all of it."""
-        return Moves(
+        return Migration(
             tuple(each * part for each in self.h2d_nbytes),
             tuple(each * part for each in self.d2h_nbytes),
             self.disk_nbytes * part,
@@ -49,7 +49,7 @@ class Moves:
         )
 
 
-def moves(question: Question, old: Plan, new: Plan) -> Moves:
+def moves(question: Question, old: Plan, new: Plan) -> Migration:
     """What is to be moved from `old` to `new`, on the machine as the question has it."""
     machine, state = question.machine, question.state
     total = _Total([0.0] * len(machine.cards), [0.0] * len(machine.cards))
@@ -66,7 +66,7 @@ def moves(question: Question, old: Plan, new: Plan) -> Moves:
     for card, nbytes in zip(machine.cards, h2d, strict=True):
         seconds.append(nbytes / (card.h2d_bytes_per_s * state.link))
     seconds += [nbytes / rate for nbytes, rate in zip(d2h, d2h_rates, strict=True)]
-    return Moves(h2d, d2h, disk, max(seconds))
+    return Migration(h2d, d2h, disk, max(seconds))
 
 
 def copied_part(question: Question, plan: Plan) -> float:

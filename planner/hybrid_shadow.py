@@ -21,7 +21,7 @@ from shadowlane.planner.hybrid import HitRate, Model, Plan, Prompts, Work
 from shadowlane.planner.hybrid_changes import replan, shrunk
 from shadowlane.planner.hybrid_layouts import Question, Spread, brought_of, settle
 from shadowlane.planner.hybrid_learning import StepMeasured, bend_of, bent, learned
-from shadowlane.planner.hybrid_moves import Moves, moves
+from shadowlane.planner.hybrid_moves import Migration, moves
 from shadowlane.planner.hybrid_search import search
 
 HITS_WINDOW = 64  # steps over which hits of experts on cards are averaged
@@ -69,7 +69,7 @@ class Move:
     """Begin to copy what `plan` needs and the plan in force has not."""
 
     plan: Plan
-    moves: Moves
+    moves: Migration
     is_urgent: bool = False  # the next step waits for it
 
 
@@ -122,7 +122,7 @@ class HybridShadow:
         self._gain = self.settings.gain  # what must be promised; more after each disappointment
         self._settled: StepMeasured | None = None  # of the plan that is gone back to
         self._target: Plan | None = None  # what is being moved for
-        self._moves: Moves | None = None  # what all of that is
+        self._moves: Migration | None = None  # what all of that is
         self._to_move = 0.0  # bytes of it that are still to come
         self._steps: deque[StepMeasured] = deque(maxlen=self.settings.window)
         self._since_thought = 0
@@ -142,7 +142,7 @@ class HybridShadow:
         )
 
     @property
-    def moving(self) -> Moves | None:
+    def moving(self) -> Migration | None:
         """What is still to be moved in the background."""
         if self._moves is None or not self._moves.nbytes:
             return None
@@ -265,7 +265,7 @@ class HybridShadow:
         )
         return []
 
-    def _gain_of(self, seconds: float, staying_s: float, needed: Moves) -> float:
+    def _gain_of(self, seconds: float, staying_s: float, needed: Migration) -> float:
         """What a plan wins over the horizon, its moves included."""
         steps = self.settings.horizon_steps
         meanwhile = min(float(steps), needed.seconds / staying_s)
@@ -299,7 +299,12 @@ class HybridShadow:
         return commands + self._think(why)
 
     def _go(
-        self, plan: Plan, why: str, staying_s: float, expected_s: float, needed: Moves | None = None
+        self,
+        plan: Plan,
+        why: str,
+        staying_s: float,
+        expected_s: float,
+        needed: Migration | None = None,
     ) -> list[Command]:
         needed = needed or moves(self.question, self.plan, plan)
         explained = Explained(why, staying_s, expected_s, needed.nbytes)

@@ -300,7 +300,10 @@ class LLM:
             self._closed.remove(ends[end])
 
     def lane_use(self) -> tuple[float, dict[str, tuple[float, int]]]:
-        """(monotonic s, lane -> (busy s, bytes moved)) since the start, for meters."""
+        """(monotonic s, lane -> (busy s, bytes moved)) since the start, for meters.
+
+        Of an emulated machine, in its seconds.
+        """
         return self._call("lane_use")  # type: ignore[no-any-return]
 
     @property

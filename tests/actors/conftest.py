@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from inprocess import small_blocks
 from tiny import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def blocks_of_a_page() -> Iterator[None]:
+    """Models are cut into blocks of 4 KiB, so that tiny ones have many."""
+    with small_blocks(4096):
+        yield
+
+
+@pytest.fixture(scope="module")
+def biased_llama(tiny_model: Callable[..., Path]) -> Path:
+    """Of a width that divides into no whole blocks."""
+    return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import inprocess
 import pytest
 from cards import drawn, machine_with
-from inprocess import AMPLE, ONE_THREAD, InProcess, running, small_blocks
+from inprocess import AMPLE, ONE_THREAD, InProcess, running
 from mortal import MortalHost, collect_after_recovery, end_of, hear
 from tiny import tiny_tokens
 
@@ -26,20 +25,17 @@ class MortalScripted(inprocess.ScriptedHost, MortalHost):
     """A planner by script, and lanes that can die."""
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks(4096):
-        yield
+pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
+def model(biased_llama: Path) -> Path:
+    return biased_llama
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> list[int]:
-    with small_blocks(4096), running(model, cores=ONE_THREAD, options=OPTIONS) as engine:
+def expected(model: Path, blocks_of_a_page: None) -> list[int]:
+    with running(model, cores=ONE_THREAD, options=OPTIONS) as engine:
         return engine.generate(PROMPT, max_tokens=24)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cards import drawn, machine_with
-from inprocess import AMPLE, ONE_THREAD, cut, running, small_blocks, weights_nbytes
+from inprocess import AMPLE, ONE_THREAD, cut, running, weights_nbytes
 from tiny import tiny_tokens
 
 from shadowlane.actors import engine as engines
@@ -20,19 +19,16 @@ OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks(4096):
-        yield
+pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
+def model(biased_llama: Path) -> Path:
+    return biased_llama
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> list[int]:
+def expected(model: Path, blocks_of_a_page: None) -> list[int]:
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         return engine.generate(PROMPT)
 

@@ -12,7 +12,7 @@ from shadowlane.actors.emulation import WARM_LOSES, Hidden, Span, World, true_ma
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hybrid import Load, Model, Plan, Site, Work
 from shadowlane.planner.hybrid_layouts import Question, by_hand
-from shadowlane.planner.hybrid_moves import Moves
+from shadowlane.planner.hybrid_moves import Migration
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import HybridShadow, MemoryTaken
 
@@ -75,17 +75,17 @@ def test_links_take_from_what_the_cores_read() -> None:
 
 def test_a_move_takes_what_links_have_left_and_never_starves() -> None:
     world = World(MODEL, MACHINE)
-    idle = world.step(ON_CPU, WORK, Moves((1e9,), (0.0,), 0.0, 0.1))
+    idle = world.step(ON_CPU, WORK, Migration((1e9,), (0.0,), 0.0, 0.1))
     assert idle.moved_nbytes == pytest.approx(1e9)
     all_brought = Plan("", tuple(Site(0.0, 1.0, 1.0) for _ in MODEL.loads))
-    busy = world.step(all_brought, WORK, Moves((9e9,), (0.0,), 0.0, 1.0))
+    busy = world.step(all_brought, WORK, Migration((9e9,), (0.0,), 0.0, 1.0))
     assert 0.0 < busy.moved_nbytes < 9e9
     assert busy.seconds > world.step(all_brought, WORK).seconds * 1.1
 
 
 def test_the_slowest_lane_of_a_move_holds_the_others_up() -> None:
     world = World(MODEL, MACHINE)
-    step = world.step(ON_CPU, WORK, Moves((1e9,), (1e9,), 4e9, 0.8))
+    step = world.step(ON_CPU, WORK, Migration((1e9,), (1e9,), 4e9, 0.8))
     # 0.21 s of a step at 5 GB/s from the disk, and a quarter of a step more
     assert step.moved_nbytes == pytest.approx(6e9 * step.seconds * 5e9 / 4e9, rel=0.02)
 
@@ -93,7 +93,7 @@ def test_the_slowest_lane_of_a_move_holds_the_others_up() -> None:
 def test_a_step_waits_for_what_has_to_leave_at_once() -> None:
     world = World(MODEL, MACHINE)
     world.state = Conditions(link=0.5)
-    waited = world.wait_for(Moves((0.0,), (1.2e9,), 0.0, 0.0))
+    waited = world.wait_for(Migration((0.0,), (1.2e9,), 0.0, 0.0))
     assert waited == pytest.approx(0.2, rel=0.1)
     assert world.now_s == waited
 

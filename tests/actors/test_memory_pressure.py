@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from inprocess import ONE_THREAD, cut, running, small_blocks, weights_nbytes
+from inprocess import ONE_THREAD, cut, running, weights_nbytes
 from tiny import tiny_tokens
 
 from shadowlane.actors import shadow_link
@@ -18,12 +18,6 @@ from shadowlane.planner.ram_watch import CALM_S, WAIT_S, RamRead
 OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks(4096):
-        yield
 
 
 def write(path: Path, text: str) -> None:
@@ -69,6 +63,7 @@ def test_this_machine_can_be_read() -> None:
     assert 0.0 <= found.stalled <= 100.0
 
 
+@pytest.mark.usefixtures("blocks_of_a_page")
 def test_an_engine_gives_pages_back_when_ram_is_short_and_takes_them_again(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,12 +90,12 @@ def chat(
                 raise ValueError(f"chat needs a model with a chat template; {model} has none")
             for note in llm.plan["notes"]:
                 print(f"note: {typed_note(note)}", file=sys.stderr)
-            has_answered = _talk(llm, params, explain)
+            has_answered = _talk(llm, params, explain, engine.is_emulated)
             if engine.is_emulated and has_answered:
                 show_summary(llm.stats())
 
 
-def _talk(llm: LLM, params: SamplingParams, explain: bool) -> bool:
+def _talk(llm: LLM, params: SamplingParams, explain: bool, is_emulated: bool) -> bool:
     """Until the person leaves; whether there was an answer."""
     is_terminal = sys.stdin.isatty()
     has_answered = False
@@ -133,7 +133,7 @@ def _talk(llm: LLM, params: SamplingParams, explain: bool) -> bool:
         elif line:
             messages.append({"role": "user", "content": line})
             try:
-                answer = _answer(llm, messages, params)
+                answer = _answer(llm, messages, params, is_emulated)
             except Exception as error:
                 # A turn that does not fit, or a lane that died, costs that turn. A script that
                 # feeds us must see it, a person can go on.
@@ -150,7 +150,9 @@ def _talk(llm: LLM, params: SamplingParams, explain: bool) -> bool:
                 decisions = show_new_decisions(llm.stats(), decisions)
 
 
-def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
+def _answer(
+    llm: LLM, messages: list[dict[str, str]], params: SamplingParams, is_emulated: bool
+) -> str:
     """Streams one answer to standard output; after Ctrl-C, what was written so far."""
     written: list[str] = []
     chunks = llm.stream_chat(messages, params)
@@ -161,7 +163,7 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
             for chunk in chunks:
                 stages.stop()
                 written.append(chunk.text)
-                bars = bars or shown.enter_context(LaneBars(llm))
+                bars = bars or shown.enter_context(LaneBars(llm, is_emulated=is_emulated))
                 bars.write(chunk.text)
                 if chunk.finish_reason == "length":
                     limits = "--max-tokens or --ctx-size allows no more"

@@ -109,7 +109,9 @@ def run(
                     written.append(chunk.text)
                     token_ids.extend(chunk.token_ids)
                     if not json_output:
-                        bars = bars or shown.enter_context(LaneBars(llm))
+                        bars = bars or shown.enter_context(
+                            LaneBars(llm, is_emulated=engine.is_emulated)
+                        )
                         bars.write(chunk.text)
             stats = llm.stats()
     from shadowlane import report
