@@ -16,6 +16,7 @@ from shadowlane.actors import disk_lane as disk
 from shadowlane.actors.arena import Arena, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.copy_ring import ring_nbytes
+from shadowlane.actors.expert_moves import ExpertMoves
 from shadowlane.actors.homes import Homes
 from shadowlane.actors.hosts import Host, LaneDied, Pending, Remote, Settled
 from shadowlane.actors.recovery import (
@@ -73,9 +74,7 @@ class Moves:
     pending: list[Pending] = field(default_factory=list)
     later: list[tuple[Remote, dict[int, int]]] = field(default_factory=list)  # per card
     read: set[int] = field(default_factory=set)  # of these, on their way off the disk
-    held: dict[int, int] = field(default_factory=dict)  # experts that stay in their slots: offset
-    leaving: list[int] = field(default_factory=list)  # experts that no card holds afterwards
-    room: list[int] = field(default_factory=list)  # of these, those copied to a slot
+    experts: ExpertMoves = field(default_factory=ExpertMoves)
     why: str | None = None  # it cannot be
     is_withdrawn: bool = False  # nobody wants it any more
 
@@ -283,7 +282,7 @@ class Crew:
     def retire(self, placement_id: int) -> None:
         """Forget a placement that no step will use again, and what was moved for it alone."""
         self._published.pop(placement_id, None)
-        self._release_experts(self._held.pop(placement_id, []))
+        self._release_experts(placement_id)
         for lane in [*self.computing, *self.links]:
             lane.call("retire", placement_id)
         kept = [each.placement for each in self._published.values()]
@@ -302,8 +301,13 @@ class Crew:
         self._start_sweep(placement, keeps_ring)
         self.placement = placement
         self._drop_all_but([placement])
-        for key in [each for each in self._held if each <= placement.placement_id]:
-            self._release_experts(self._held.pop(key))
+        for each in [each for each in self._held if each <= placement.placement_id]:
+            self._release_experts(each)
+
+    def _release_experts(self, placement_id: int) -> None:
+        """Those that left cards for a placement may lose their slots as any others."""
+        first = len(self._blueprint.sources)
+        ExpertMoves(first).release(self.disk_lane, self._held.pop(placement_id, []))
 
     def _start_sweep(self, placement: Placement, keeps_ring: bool) -> None:
         """Tell the disk lane what to read from now on. `keeps_ring`: what was read ahead counts."""
@@ -545,7 +549,8 @@ class Crew:
                 self._move_to_cards(moves)
                 return False
             if not moves.is_withdrawn:
-                self._settle_experts(moves, is_there=True)
+                kept = moves.experts.settle(self.disk_lane, is_there=True)
+                self._held[moves.placement.placement_id] = kept
         except LaneDied:
             self._undo(moves)
             raise
@@ -568,7 +573,9 @@ class Crew:
         read = {
             number: at
             for number, at in offsets.items()
-            if not any(number in each for each in (self.homes.offsets, moves.held, moves.read))
+            if not any(
+                number in each for each in (self.homes.offsets, moves.experts.held, moves.read)
+            )
         }
         if read:
             moves.read.update(read)
@@ -595,62 +602,24 @@ class Crew:
         moves.later = []
 
     def _in_ram(self, moves: Moves, number: int) -> int:
-        return moves.held.get(number) or self.homes.offsets[number]
-
-    # -- routed experts that come to cards, or leave them
+        return moves.experts.held.get(number) or self.homes.offsets[number]
 
     def _exchange_experts(self, moves: Moves) -> None:
-        """Let those stay in RAM that are copied from there, and begin to copy back what leaves.
-
-        What leaves and finds no slot is read when it is chosen. Raises LaneDied.
-        """
+        """Begin what `ExpertMoves` says. Raises LaneDied."""
         if self._has_cards or self._blueprint.experts is None:
             return
         first = len(self._blueprint.sources)
         coming = [number for each in moves.taken[1:] for number in each.offsets if number >= first]
         after = {n for part in moves.placement.cards for n in self._blueprint.on_card(part)}
-        where = {
+        parts = zip(self.links, self.card_homes, self.placement.cards, strict=True)
+        leaving = {
             number: (link, there.offsets[number])
-            for link, there, part in zip(
-                self.links, self.card_homes, self.placement.cards, strict=True
-            )
+            for link, there, part in parts
             for number in self._blueprint.on_card(part)
             if number >= first and number not in after
         }
-        moves.leaving = list(where)
-        if coming or where:
-            keys = [number - first for number in [*coming, *where]]
-            held = self.disk_lane.call("hold_experts", keys).result()
-            moves.held = {first + key: at for key, at in held.items()}
-        if not where:
-            return
-        room = self.disk_lane.call("make_room", [number - first for number in where]).result()
-        moves.room = [first + key for key in room]
-        for link in self.links:
-            copies = [
-                (number, where[number][1], room[number - first])
-                for number in moves.room
-                if where[number][0] is link
-            ]
-            if copies:
-                moves.pending.append(link.call("move", copies))
-
-    def _settle_experts(self, moves: Moves, *, is_there: bool) -> None:
-        """What left cards has a copy in RAM, which stays until the placement is in force."""
-        first = len(self._blueprint.sources)
-        if moves.room:
-            keys = [number - first for number in moves.room]
-            self.disk_lane.call("settle_experts", keys, is_there).result()
-        kept = [n for n in moves.leaving if n in moves.held or n in moves.room] if is_there else []
-        if kept:
-            self._held[moves.placement.placement_id] = kept
-        self._release_experts([number for number in moves.held if number not in kept])
-        moves.room, moves.held, moves.leaving = [], {}, []
-
-    def _release_experts(self, numbers: Sequence[int]) -> None:
-        if numbers:
-            first = len(self._blueprint.sources)
-            self.disk_lane.call("release_experts", [number - first for number in numbers])
+        moves.experts, copies = ExpertMoves.begin(self.disk_lane, first, coming, leaving)
+        moves.pending += copies
 
     def _misfit(self, placement: Placement) -> str | None:
         if self._has_cards and _heads_on_cards(placement) != _heads_on_cards(self.placement):
@@ -684,7 +653,7 @@ class Crew:
             self._drop(each.homes, list(each.offsets))
         moves.taken, self._moving = [], None
         with suppress(Exception):  # a disk lane that is gone holds nothing
-            self._settle_experts(moves, is_there=False)
+            moves.experts.settle(self.disk_lane, is_there=False)
         if moves.placement in self._arriving:
             self._arriving.remove(moves.placement)
 

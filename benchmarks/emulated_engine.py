@@ -111,8 +111,8 @@ def prompts(each: Sized, given: argparse.Namespace) -> dict[str, Any]:
         found[name] = [run_prompt(each, name, given.prompt)]
         result = found[name][0]
         say(
-            f"{each.pair.label}, {given.prompt} tokens, {name}: {result['prefill_s']:.4f} s, over by "
-            f"{100 * result['overrun']:.2f} %"
+            f"{each.pair.label}, {given.prompt} tokens, {name}: {result['prefill_s']:.4f} s, "
+            f"over by {100 * result['overrun']:.2f} %"
         )
     texts = [result[0].pop("token_ids") for result in found.values()]
     if any(ids != texts[0] for ids in texts):

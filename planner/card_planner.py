@@ -18,7 +18,7 @@ from shadowlane.planner.context import DEFAULT_CONTEXT
 from shadowlane.planner.following import Following
 from shadowlane.planner.hand_placement import plan_by_hand
 from shadowlane.planner.hardware import Hardware
-from shadowlane.planner.hybrid import Model, Plan, Prompts, Work, known_hits, model_of
+from shadowlane.planner.hybrid import HitRate, Model, Plan, Prompts, Work, known_hits, model_of
 from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import (
@@ -197,7 +197,7 @@ class CardPlanner:
         assert self.catalog.experts is not None
         question, plan = self._shadow.question, self._shadow.plan
         staying_s, seconds = (
-            replace(question, hit_rate=lambda part, rate=rate: rate).times(plan).step_s
+            replace(question, hit_rate=_always(rate)).times(plan).step_s
             for rate in (proposal.hits_now, proposal.hits)
         )
         # what comes and what leaves take turns on the link
@@ -355,6 +355,11 @@ def within_budgets(machine: Hardware, request: Request) -> Hardware:
         for card, budget in zip(machine.cards, request.cards, strict=True)
     )
     return replace(machine, cards=cards, ram_nbytes=float(request.ram), reserved_nbytes=0.0)
+
+
+def _always(rate: float) -> HitRate:
+    """However many experts cards hold: of those that they hold it has been measured."""
+    return lambda part: rate
 
 
 def _by_lane(event: ev.StepRetired) -> dict[str, float]:

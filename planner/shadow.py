@@ -126,7 +126,7 @@ class PlannerState:
             commands = self.placements.announce(event)
         elif isinstance(event, ev.PlacementRefused):
             commands = self._placement_refused(event)
-        elif isinstance(event, ev.MemoryLeft):
+        elif isinstance(event, ev.MemoryLeft | ev.ExpertsChosen):
             commands = []  # of cards: see `card_planner.py`
         else:
             commands = self._profile_measured(event.profile)
