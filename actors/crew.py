@@ -186,6 +186,7 @@ class Crew:
         """
         lost = wait_until_parked(self.runs)
         self.runs = {}
+        self._forget_holds()
         for number, cores in enumerate(self._settings.cores):
             if self.cpus[number].name in lost:
                 kill_quietly([self.cpus[number]])
@@ -203,11 +204,6 @@ class Crew:
         set_abort(self._arena, self._layout, False)
         settle_counters(self._arena, self._layout, step, self.lane_bases, self._link_bases)
         self._brought = None
-        if self._moving is not None:  # nothing may be copied any more to what lanes give away anew
-            for each in self._moving.pending:
-                with suppress(Exception):
-                    each.result()
-        self._held = {}  # so have those that a disk lane held which begins anew
         for ring in self._layout.copy_rings:  # what was on its way is not wanted any more
             self._arena.view(ring, np.uint8, ring_nbytes())[:] = 0
         for each in self._open_lanes():
@@ -224,6 +220,18 @@ class Crew:
                 answer.pending.result()
         self._start_sweep(self.placement, keeps_ring=False)
         self.run()
+
+    def _forget_holds(self) -> None:
+        """The disk lane begins anew and gives all slots of experts away as it likes.
+
+        So nothing may be on its way to one any more, nor count on one. The abort word ends copies.
+        """
+        self._held = {}
+        if self._moving is not None:
+            for each in self._moving.pending:
+                with suppress(Exception):  # told to who waits for it
+                    each.result()
+            self._moving.experts = ExpertMoves()
 
     def close(self) -> None:
         """Stop the lanes, those that do not answer as well."""
@@ -568,15 +576,11 @@ class Crew:
     def _read_for_cards(self, moves: Moves, offsets: Mapping[int, int]) -> bool:
         """Begin to read what cards want and RAM has at no home of its own. Whether there is any.
 
-        NOTE: slots of experts are no homes: what is there may have to go at any moment.
+        NOTE: slots of experts are no homes: what is there may have to go at any moment, unless it
+        is held.
         """
-        read = {
-            number: at
-            for number, at in offsets.items()
-            if not any(
-                number in each for each in (self.homes.offsets, moves.experts.held, moves.read)
-            )
-        }
+        there = {*self.homes.offsets, *moves.experts.held, *moves.read}
+        read = {number: at for number, at in offsets.items() if number not in there}
         if read:
             moves.read.update(read)
             moves.pending.append(self.disk_lane.call("load", read))
