@@ -215,6 +215,7 @@ class CardPlanner:
         placement = replace(active, cards=cards)
         stage = first_stage(self.catalog, active, placement)
         self._after = None if stage is None else placement
+        self._following.is_exchanged = True
         reason = (
             f"routers choose other experts: {100 * proposal.hits_now:.0f} % of the chosen are on "
             f"cards, {100 * proposal.hits:.0f} % would be; {_ms(staying_s)} a step if nothing "
