@@ -26,6 +26,7 @@ from shadowlane.actors.card_crew import (
 )
 from shadowlane.actors.copy_choice import Choice
 from shadowlane.actors.copy_ring import ring_nbytes
+from shadowlane.actors.expert_moves import ExpertMoves
 from shadowlane.actors.held_heads import CardSizes, Heads, heads_on, page_nbytes
 from shadowlane.actors.homes import Homes
 from shadowlane.actors.hosts import Host, LaneDied, Pending, Remote, Settled
@@ -85,9 +86,7 @@ class Moves:
     later: list[tuple[Remote, dict[int, int]]] = field(default_factory=list)  # per card
     read: set[int] = field(default_factory=set)  # of these, on their way off the disk
     parcels: Iterator[tuple[Pending, int]] | None = None  # of what is later, on cards that are here
-    held: dict[int, int] = field(default_factory=dict)  # experts that stay in their slots: offset
-    leaving: list[int] = field(default_factory=list)  # experts that no card holds afterwards
-    room: list[int] = field(default_factory=list)  # of these, those copied to a slot
+    experts: ExpertMoves = field(default_factory=ExpertMoves)
     why: str | None = None  # it cannot be
     is_withdrawn: bool = False  # nobody wants it any more
 
@@ -215,11 +214,6 @@ class Crew:
         if self._landing is not None:
             with suppress(Exception):  # whoever waits for it is told
                 self._landing.result()
-        if self._moving is not None:  # nothing may be copied any more to what lanes give away anew
-            for each in self._moving.pending:
-                with suppress(Exception):
-                    each.result()
-        self._held = {}  # so have those that a disk lane held which begins anew
         set_abort(self._arena, self._layout, False)
         settle_counters(self._arena, self._layout, step, self.lane_bases, self._link_bases)
         self._brought = None
@@ -245,6 +239,7 @@ class Crew:
         """Wait until every loop has ended; new processes for lanes that have none any more."""
         lost = wait_until_parked(self.runs)
         self.runs = {}
+        self._forget_holds()
         for number, cores in enumerate(self._settings.cores):
             if self.cpus[number].name in lost:
                 kill_quietly([self.cpus[number]])
@@ -287,6 +282,18 @@ class Crew:
         self._landing = None
         self._choices = {}
         self._moving, self._held = None, {}
+
+    def _forget_holds(self) -> None:
+        """The disk lane begins anew and gives all slots of experts away as it likes.
+
+        So nothing may be on its way to one any more, nor count on one. The abort word ends copies.
+        """
+        self._held = {}
+        if self._moving is not None:
+            for each in self._moving.pending:
+                with suppress(Exception):  # told to who waits for it
+                    each.result()
+            self._moving.experts = ExpertMoves()
 
     def close(self) -> None:
         """Stop the lanes, those that do not answer as well."""
@@ -348,7 +355,7 @@ class Crew:
     def retire(self, placement_id: int) -> None:
         """Forget a placement that no step will use again, and what was moved for it alone."""
         self._published.pop(placement_id, None)
-        self._release_experts(self._held.pop(placement_id, []))
+        self._release_experts(placement_id)
         for lane in [*self.computing, *self.links]:
             lane.call("retire", placement_id)
         kept = [each.placement for each in self._published.values()]
@@ -372,8 +379,13 @@ class Crew:
         self._drop_all_but([placement])
         if self._has_cards:
             wait_between_steps([self._take_cached(each, pages) for each in changes])
-        for key in [each for each in self._held if each <= placement.placement_id]:
-            self._release_experts(self._held.pop(key))
+        for each in [each for each in self._held if each <= placement.placement_id]:
+            self._release_experts(each)
+
+    def _release_experts(self, placement_id: int) -> None:
+        """Those that left cards for a placement may lose their slots as any others."""
+        first = len(self._blueprint.sources)
+        ExpertMoves(first).release(self.disk_lane, self._held.pop(placement_id, []))
 
     def _leave_cached(self, change: ChangeOfHeads, pages: Sequence[int]) -> Pending:
         """Of a card that is emulated, the time of all that moves; its bytes stay."""
@@ -657,7 +669,8 @@ class Crew:
                 else:
                     moves.pending.pop(0).result()
             if not moves.is_withdrawn:
-                self._settle_experts(moves, is_there=True)
+                kept = moves.experts.settle(self.disk_lane, is_there=True)
+                self._held[moves.placement.placement_id] = kept
         except LaneDied:
             self.abandon(moves)
             raise
@@ -675,13 +688,11 @@ class Crew:
     def _read_for_cards(self, moves: Moves, offsets: Mapping[int, int]) -> bool:
         """Begin to read what cards want and RAM has at no home of its own. Whether there is any.
 
-        NOTE: slots of experts are no homes: what is there may have to go at any moment.
+        NOTE: slots of experts are no homes: what is there may have to go at any moment, unless it
+        is held.
         """
-        read = {
-            number: at
-            for number, at in offsets.items()
-            if not any(number in each for each in (self.homes.offsets, moves.held, moves.read))
-        }
+        there = {*self.homes.offsets, *moves.experts.held, *moves.read}
+        read = {number: at for number, at in offsets.items() if number not in there}
         if read:
             moves.read.update(read)
             moves.pending.append(self.disk_lane.call("load", read))
@@ -713,62 +724,24 @@ class Crew:
         moves.later = []
 
     def _in_ram(self, moves: Moves, number: int) -> int:
-        return moves.held.get(number) or self.homes.offsets[number]
-
-    # -- routed experts that come to cards, or leave them
+        return moves.experts.held.get(number) or self.homes.offsets[number]
 
     def _exchange_experts(self, moves: Moves) -> None:
-        """Let those stay in RAM that are copied from there, and begin to copy back what leaves.
-
-        What leaves and finds no slot is read when it is chosen. Raises LaneDied.
-        """
+        """Begin what `ExpertMoves` says. Raises LaneDied."""
         if self._has_cards or self._blueprint.experts is None:
             return
         first = len(self._blueprint.sources)
         coming = [number for each in moves.taken[1:] for number in each.offsets if number >= first]
         after = {n for part in moves.placement.cards for n in self._blueprint.on_card(part)}
-        where = {
+        parts = zip(self.links, self.card_homes, self.placement.cards, strict=True)
+        leaving = {
             number: (link, there.offsets[number])
-            for link, there, part in zip(
-                self.links, self.card_homes, self.placement.cards, strict=True
-            )
+            for link, there, part in parts
             for number in self._blueprint.on_card(part)
             if number >= first and number not in after
         }
-        moves.leaving = list(where)
-        if coming or where:
-            keys = [number - first for number in [*coming, *where]]
-            held = self.disk_lane.call("hold_experts", keys).result()
-            moves.held = {first + key: at for key, at in held.items()}
-        if not where:
-            return
-        room = self.disk_lane.call("make_room", [number - first for number in where]).result()
-        moves.room = [first + key for key in room]
-        for link in self.links:
-            copies = [
-                (number, where[number][1], room[number - first])
-                for number in moves.room
-                if where[number][0] is link
-            ]
-            if copies:
-                moves.pending.append(link.call("move", copies))
-
-    def _settle_experts(self, moves: Moves, *, is_there: bool) -> None:
-        """What left cards has a copy in RAM, which stays until the placement is in force."""
-        first = len(self._blueprint.sources)
-        if moves.room:
-            keys = [number - first for number in moves.room]
-            self.disk_lane.call("settle_experts", keys, is_there).result()
-        kept = [n for n in moves.leaving if n in moves.held or n in moves.room] if is_there else []
-        if kept:
-            self._held[moves.placement.placement_id] = kept
-        self._release_experts([number for number in moves.held if number not in kept])
-        moves.room, moves.held, moves.leaving = [], {}, []
-
-    def _release_experts(self, numbers: Sequence[int]) -> None:
-        if numbers:
-            first = len(self._blueprint.sources)
-            self.disk_lane.call("release_experts", [number - first for number in numbers])
+        moves.experts, copies = ExpertMoves.begin(self.disk_lane, first, coming, leaving)
+        moves.pending += copies
 
     def _misfit(self, placement: Placement) -> str | None:
         if placement.sweep and placement.num_slots != self._layout.num_slots:
@@ -800,7 +773,7 @@ class Crew:
             self._drop(each.homes, list(each.offsets))
         moves.taken, self._moving = [], None
         with suppress(Exception):  # a disk lane that is gone holds nothing
-            self._settle_experts(moves, is_there=False)
+            moves.experts.settle(self.disk_lane, is_there=False)
         if moves.placement in self._arriving:
             self._arriving.remove(moves.placement)
 

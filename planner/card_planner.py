@@ -229,6 +229,7 @@ class CardPlanner:
         placement = replace(active, cards=cards)
         stage = first_stage(self.catalog, active, placement)
         self._after = None if stage is None else placement
+        self._following.is_exchanged = True
         reason = (
             f"routers choose other experts: {100 * proposal.hits_now:.0f} % of the chosen are on "
             f"cards, {100 * proposal.hits:.0f} % would be; {_ms(staying_s)} a step if nothing "
@@ -399,6 +400,11 @@ def within_budgets(machine: Hardware, request: Request) -> Hardware:
     return replace(machine, cards=cards, ram_nbytes=float(request.ram), reserved_nbytes=0.0)
 
 
+def _always(rate: float) -> HitRate:
+    """However many experts cards hold: of those that they hold it has been measured."""
+    return lambda part: rate
+
+
 def _by_lane(event: ev.StepRetired) -> dict[str, float]:
     """Busy seconds of the lanes that the shadow knows; several lanes of the processor as one."""
     found: dict[str, float] = {}
@@ -416,8 +422,3 @@ def _is_same(one: Placement, other: Placement) -> bool:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
-
-
-def _always(rate: float) -> HitRate:
-    """Cards are hit this often, whatever part of the experts they hold."""
-    return lambda part: rate

@@ -9,7 +9,7 @@ say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,7 +55,7 @@ class Following:
         self.settings = settings or FollowingSettings()
         self._shape = (experts.num_layers, experts.per_layer)
         self._heat = self.settings.believed * _expected(experts)
-        self._first = tuple(cards)
+        self.is_exchanged = False  # a proposal has been taken up
         self.held(cards)
 
     def held(self, cards: Sequence[Layers]) -> None:
@@ -114,13 +114,18 @@ class Following:
     def ranked(self, catalog: Catalog) -> Catalog:
         """The same model for other plans: what cards hold first, then the hottest of this run.
 
-        As it was as long as nothing has been exchanged.
+        As it was as long as nothing has been exchanged. Where a plan wants as many of a layer as
+        there are on the cards, `dealt` leaves each where it is.
         """
-        if self._first == self._cards or catalog.experts is None:
+        if not self.is_exchanged or catalog.experts is None:
             return catalog
-        order = np.lexsort((-self._heat, ~self._is_held), axis=1)
-        ranks = tuple(tuple(map(int, row)) for row in order)
-        return replace(catalog, experts=replace(catalog.experts, ranks=ranks))
+        ranks = []
+        for layer in range(self._shape[0]):
+            heat = self._heat[layer]
+            own = [_by_heat(layers[layer] if layers else (), heat) for layers in self._cards]
+            others = np.flatnonzero(~self._is_held[layer])
+            ranks.append((*_in_turns(own), *_by_heat(others, heat)))
+        return replace(catalog, experts=replace(catalog.experts, ranks=tuple(ranks)))
 
     def _dealt(self) -> tuple[Layers, ...]:
         """The ghost's experts to cards: who stays on a card, stays on that; hot ones and cold."""
@@ -131,14 +136,29 @@ class Following:
                 for layers in self._cards
             ]
             come = np.flatnonzero(self._ghost[layer] & ~self._is_held[layer])
-            come = come[np.argsort(-self._heat[layer, come], kind="stable")]
             missing = [
                 count - len(each) for count, each in zip(self._counts[layer], own, strict=True)
             ]
-            new = dealt(come.tolist(), missing)
+            new = dealt(_by_heat(come, self._heat[layer]), missing)
             found.append(tuple(old + more for old, more in zip(own, new, strict=True)))
         by_card = list(zip(*found, strict=True))
         return tuple(tuple(layers) if any(layers) else () for layers in by_card)
+
+
+def _by_heat(experts: Iterable[int], heat: Floats) -> list[int]:
+    found = np.array(list(experts), np.intp)
+    return [int(each) for each in found[np.argsort(-heat[found], kind="stable")]]
+
+
+def _in_turns(own: Sequence[Sequence[int]]) -> list[int]:
+    """The experts of all cards in the order in which `dealt` would deal them out to these."""
+    counts = list(map(len, own))
+    holders = dealt(range(sum(counts)), counts)
+    order = [0] * sum(counts)
+    for places, experts in zip(holders, own, strict=True):
+        for place, expert in zip(places, experts, strict=True):
+            order[place] = expert
+    return order
 
 
 def _expected(experts: Experts) -> Floats:

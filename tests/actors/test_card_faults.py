@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 from cards import drawn, machine_with
 from inprocess import AMPLE, ONE_THREAD, InProcess, running
 from mortal import MortalHost, collect_after_recovery, end_of, hear
+from test_card_experts import drawn as experts_drawn
+from test_card_experts import on_cards
+from test_experts_run import MANY
 from tiny import tiny_tokens
 
 from shadowlane.actors.blueprint import Options
@@ -69,6 +73,34 @@ def test_death_fails_the_running_and_spares_the_next(
         assert output.error == f"{lane}: its process died"
         assert engine.generate(PROMPT, max_tokens=24) == expected
         assert remote(engine, lane).is_dead is False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("slots", [None, 9])
+def test_deaths_while_experts_move(
+    tiny_model: Callable[..., Path], slots: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is held in RAM, or was to be copied there, is nobody's any more: slots are not lost."""
+    mixture = tiny_model(MANY)
+    with running(mixture, cores=ONE_THREAD, options=OPTIONS) as engine:
+        tokens = engine.generate(PROMPT, max_tokens=24)
+    monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
+    draw = random.Random(3)
+    with running(mixture, options=OPTIONS, **on_cards(1, CARDS, slots)) as engine:
+        planner, now = engine.planner, engine.engine
+        assert planner is not None
+        for turn in range(1, 8):
+            again = experts_drawn(1 + turn, CARDS, slots)(now.blueprint.catalog, now.request)
+            planner.script.append((12 * turn, replace(again, placement_id=turn)))
+        for _ in range(8):
+            request = engine.submit(PROMPT, max_tokens=30)
+            hear(request, draw.randrange(12))
+            remote(engine, draw.choice(["gpu:0", "h2d:0", "h2d:1", "disk:0"])).kill()  # type: ignore[attr-defined]
+            error = end_of(request).error
+            assert error is None or error.endswith("its process died")
+            collect_after_recovery(engine, PROMPT, tokens)
+        assert now.error is None
+        assert len(planner.announced) > 1, "plans have changed between the deaths"
+        assert engine.generate(PROMPT, max_tokens=24) == tokens
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shadowlane.planner.catalog import Experts
+from shadowlane.planner.draft import dealt
 from shadowlane.planner.following import Following, Layers, Proposal
 from shadowlane.planner.heat import heat_of
 from shadowlane.planner.routing import Trace, synthesize
@@ -101,14 +102,20 @@ def test_once_cards_hold_it_nothing_is_left_to_propose() -> None:
     assert following.proposal() is None
 
 
-def test_other_plans_keep_what_cards_hold() -> None:
+@pytest.mark.parametrize("cards", [1, 2, 3])
+def test_other_plans_keep_what_cards_hold(cards: int) -> None:
+    """Those that want as many of each layer move nothing, and not from card to card either."""
     experts = known(trace_of(1))
     catalog = replace(mixture_catalog(), experts=experts)
-    following = Following(experts, hottest(experts, 1))
-    assert following.ranked(catalog) is catalog
+    following = Following(experts, hottest(experts, cards))
     newest = told(following, trace_of(2))[-1]
     following.held(newest.cards)
+    assert following.ranked(catalog) is catalog
+    following.is_exchanged = True
     ranked = following.ranked(catalog).experts
     assert ranked is not None
     for layer in range(LAYERS):
-        assert set(ranked.ranked(layer)[:HELD]) == set(newest.cards[0][layer])
+        assert sorted(ranked.ranked(layer)) == list(range(EXPERTS))
+        held = [set(card[layer]) for card in newest.cards]
+        again = dealt(ranked.ranked(layer), [len(each) for each in held])
+        assert [set(each) for each in again] == held
