@@ -320,7 +320,8 @@ class Crew:
         for lane, part, there in zip(self.cards, placement.cards, self.card_homes, strict=True):
             held = {each: there.offsets[each] for each in self._blueprint.on_card(part)}
             if self._has_cards:
-                heads = {each: at for each, at in there.offsets.items() if isinstance(each, Heads)}
+                now = heads_on(self._blueprint, self.placement, lane.name)
+                heads = {each: there.offsets.get(each) for each in now}
                 calls.append((lane, (programs, held, heads)))
             else:
                 calls.append((lane, (self._of_lane(programs, lane), held)))
@@ -478,6 +479,7 @@ class Crew:
         heat: how often earlier runs chose each expert of a mixture.
         """
         self._heat = heat
+        self.placement = placement
         homes = self.homes.take(index for index, kept in enumerate(placement.resident) if kept)
         sizes = self._blueprint.held_nbytes
         total = sum(self._blueprint.sources[block].nbytes for block in homes)

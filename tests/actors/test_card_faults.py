@@ -12,7 +12,6 @@ import pytest
 from cards import drawn, machine_with
 from inprocess import AMPLE, ONE_THREAD, InProcess, running
 from mortal import MortalHost, collect_after_recovery, end_of, hear
-from test_card_experts import drawn as experts_drawn
 from test_card_experts import on_cards
 from test_experts_run import MANY
 from tiny import tiny_tokens
@@ -89,7 +88,7 @@ def test_deaths_while_experts_move(
         planner, now = engine.planner, engine.engine
         assert planner is not None
         for turn in range(1, 8):
-            again = experts_drawn(1 + turn, CARDS, slots)(now.blueprint.catalog, now.request)
+            again = drawn(1 + turn, CARDS, slots)(now.blueprint.catalog, now.request)
             planner.script.append((12 * turn, replace(again, placement_id=turn)))
         for _ in range(8):
             request = engine.submit(PROMPT, max_tokens=30)
