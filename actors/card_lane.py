@@ -204,12 +204,13 @@ class CardLane:
         placement: Placement,
         programs: Mapping[Phase, Mapping[str, Program]],
         homes: Mapping[int, int],
-        heads: Mapping[Heads, int],
+        heads: Mapping[Heads, int | None],
     ) -> int:
         """Make a placement ready. Returns its id, as acknowledgement.
 
         programs: of all lanes, by phase; homes: where on the card the blocks lie that live there;
-        heads: where the KV heads of the placement in force do.
+        heads: where its KV heads do, which are held from now on if it is the first; None as in
+        `take_cached`.
         """
         compiled: dict[Phase, CardProgram] = {}
         for phase in ("decode", "prefill"):
