@@ -128,6 +128,8 @@ class CardLane:
         try:
             memory = CardMemory.allocate(driver, max(nbytes, 1))
         except CudaError as error:
+            if not error.is_out_of_memory:
+                raise
             reason = f"{self.name}: {show_nbytes(nbytes)} of its budget: {error}"
             raise CardFull(reason, self.card, driver.memory_info()[0]) from None
         closing.callback(memory.close)

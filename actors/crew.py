@@ -73,7 +73,7 @@ class Taken:
     """Room taken for blocks that are on their way."""
 
     homes: Homes[Any]
-    offsets: dict[int, int]
+    offsets: dict[Any, int]
 
 
 @dataclass(slots=True)
@@ -176,7 +176,7 @@ class Crew:
         """Every lane maps the arena; the compute lanes may still be at it when this returns."""
         self._arena, self._layout = arena, layout
         sizes = self._blueprint.held_nbytes
-        self.homes = Homes(layout.weights, layout.weights_nbytes, sizes)
+        self.homes: Homes[int] = Homes(layout.weights, layout.weights_nbytes, sizes)
         of_cards = CardSizes(self._blueprint, layout.num_pages)
         self.card_homes: list[Homes[int | Heads]] = [
             Homes(card.weights, card.weights_nbytes, of_cards) for card in layout.cards
@@ -489,7 +489,7 @@ class Crew:
             if self._has_cards:
                 there.take(heads_on(self._blueprint, placement, part.lane))
                 continue
-            total += sum(sizes[number] for number in held)
+            total += sum(sizes[number] for number in self._blueprint.on_card(part))
             jobs.append(("load", (held,)))
         if self._blueprint.experts is not None:
             policy = self._settings.expert_policy
@@ -535,7 +535,7 @@ class Crew:
         if not self._has_cards:
             return
         sizes = self._blueprint.held_nbytes
-        wanted = [
+        wanted: list[dict[int, int]] = [
             {each: at for each, at in there.offsets.items() if not isinstance(each, Heads)}
             for there in self.card_homes
         ]
@@ -767,9 +767,9 @@ class Crew:
 
     def abandon(self, moves: Moves) -> None:
         """Wait for what is under way, and give back what was taken for it: it will not come."""
-        for each in moves.pending:  # nothing may be written there once it is given to others
+        for call in moves.pending:  # nothing may be written there once it is given to others
             with suppress(Exception):  # it is not wanted, whatever became of it
-                each.result()
+                call.result()
         moves.pending, moves.later, moves.parcels = [], [], None
         for each in moves.taken:
             self._drop(each.homes, list(each.offsets))
@@ -790,7 +790,9 @@ class Crew:
             [b for b in self.homes.offsets if not any(each.resident[b] for each in kept)],
         )
         for card, there in enumerate(self.card_homes):
-            held = {n for each in kept for n in self._blueprint.on_card(each.cards[card])}
+            held: set[int | Heads] = {
+                n for each in kept for n in self._blueprint.on_card(each.cards[card])
+            }
             if self._has_cards:  # heads move at the switch
                 held |= set(heads_on(self._blueprint, self.placement, self.cards[card].name))
             self._drop(there, [block for block in there.offsets if block not in held])
@@ -800,7 +802,7 @@ class Crew:
             self._copies.discard(block)
             self._release(self._layout.expanded[block], self._copy_nbytes(block))
 
-    def _drop(self, homes: Homes, blocks: Iterable[int]) -> None:
+    def _drop(self, homes: Homes[Any], blocks: Iterable[Any]) -> None:
         for offset, nbytes in homes.drop(blocks):
             self._release(offset, nbytes)
 

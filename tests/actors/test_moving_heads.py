@@ -11,6 +11,8 @@ import pytest
 from cards import drawn, machine_with
 from fake_card import fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, running, small_blocks
+from mortal import end_of, hear
+from test_card_faults import MortalScripted
 from tiny import tiny_tokens
 
 from shadowlane.actors.blueprint import Options
@@ -128,7 +130,7 @@ def test_heads_that_find_no_room_in_one_piece_lie_beside_the_budget(
     model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
-        fake_cards(monkeypatch),
+        fake_cards(monkeypatch, base=MortalScripted),
         over(model, 10, 1, machine=machine_with(1)) as engine,
     ):
         (there,) = engine.engine.crew.card_homes
@@ -142,6 +144,11 @@ def test_heads_that_find_no_room_in_one_piece_lie_beside_the_budget(
         assert moves_heads(engine, turns, 1)
         monkeypatch.setattr(there, "take", no_heads)
         until_switched(engine, expected)
+        request = engine.submit(PROMPT, max_tokens=TOKENS)
+        hear(request, 3)
+        engine.engine.crew.links[0].kill()  # a card's lane begins anew, with these heads
+        assert end_of(request).error == "h2d:0: its process died"
+        assert engine.generate(PROMPT, max_tokens=TOKENS) == expected
 
 
 def test_heads_of_emulated_cards_take_the_time_of_their_bytes(
