@@ -307,11 +307,11 @@ def _end_s(few: Sequence[tuple[float, float, float, float]]) -> float:
         )
 
     before_s, before = events[0], done(events[0])
-    if before >= 1.0:
+    if before >= 1.0 - SAME:
         return before_s
     for event_s in events[1:]:
         now = done(event_s)
-        if now >= 1.0:
-            return before_s + (event_s - before_s) * (1.0 - before) / (now - before)
+        if now >= 1.0 - SAME:
+            return before_s + (event_s - before_s) * min(1.0, (1.0 - before) / (now - before))
         before_s, before = event_s, now
     return before_s  # all but rounding
