@@ -19,8 +19,10 @@ from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_play import hops_between, rates_of
 
 FACTORS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1)  # on what a byte of a card seems to be worth
-LINKS = (0.0, 0.2, 0.5)  # prices of a second of all links
-STEPS = (0.2, 0.1, 0.05, 0.02, 0.01)  # by which prices are changed, one by one
+LINKS = (0.0, 0.2, 0.5, 1.0, 2.0)  # prices of a second of all links
+STEPS = (0.4, 0.2, 0.1, 0.05, 0.02)  # by which prices are changed, one by one
+ROUNDS, ENOUGH = 8, 1e-3  # with each step, as long as so much is won
+PERIODS = (1, 2)  # layers after which a model may repeat itself
 HELD = 16  # parts of a layer's experts on cards that are told apart
 SAME = 1e-9
 
@@ -79,10 +81,7 @@ class PathBound:
     def best(self) -> tuple[float, Prices]:
         """(the bound, the prices at which it was found)."""
         cards = self._rates.cards
-        worth = [
-            max(0.0, 1.0 / self._rates.cpu_bytes_per_s - 1.0 / card.vram_bytes_per_s)
-            for card in cards
-        ]
+        worth = [self._worth(card) for card in range(len(cards))]
         tried = [
             Prices(tuple(each * factor for each in worth), (link,) * len(cards), 0.0)
             for factor in (FACTORS if cards else (0.0,))
@@ -90,36 +89,60 @@ class PathBound:
         ]
         found, prices = max((self.at(each), each) for each in tried)
         for step in STEPS:
-            is_better = True
-            while is_better:
-                is_better = False
+            for _ in range(ROUNDS):
+                before = found
                 for each in _near(prices, worth, step):
                     seconds = self.at(each)
-                    if seconds > found * (1.0 + 1e-4):
-                        found, prices, is_better = seconds, each, True
+                    if seconds > found:
+                        found, prices = seconds, each
+                if found < before * (1.0 + ENOUGH):
+                    break
         return found, prices
+
+    def _worth(self, card: int) -> float:
+        """Seconds that a byte of a card may save: the most that weights do, or their way there."""
+        rates, work = self._rates, self._question.work
+        its = rates.cards[card]
+        saved = [
+            (max(1.0 / rates.cpu_bytes_per_s, flops / rates.cpu_flops))
+            - max(1.0 / its.vram_bytes_per_s, flops / its.flops) / rates.gpu
+            for load in self._question.model.loads
+            if load.nbytes and not load.experts
+            for flops in [load.flops_per_row * rows_of(load, work) / load.nbytes]
+        ]
+        return max(0.0, min(max(saved, default=0.0), 1.0 / rates.h2d_bytes_per_s[card]))
 
     def at(self, prices: Prices) -> float:
         """What any plan takes at least, by these prices."""
         model = self._question.model
         groups = self._groups(prices)
         arrived = list(self._hops[0])
-        before: tuple[int, ...] = ()
-        place, layers = 0, model.layers
+        layers = model.layers
+        kinds = [model.alike[slice(*each)] for each in layers]
+        history = [arrived]
+        place = 0
         while place < len(layers):
             start, end = layers[place]
-            layer = model.alike[start:end]
-            was = arrived
             for index in range(start, end):
                 arrived = self._after(arrived, groups[model.alike[index], index == start])
             place += 1
-            gone = [now - then for now, then in zip(arrived, was, strict=True)]
-            is_even = max(gone) - min(gone) <= SAME * max(abs(each) for each in gone)
-            if layer == before and is_even:
-                while place < len(layers) and model.alike[slice(*layers[place])] == layer:
+            history.append(arrived)
+            for period in PERIODS:
+                # What comes round as before, only later, will do so again.
+                like = kinds[place - period : place]
+                gone = (
+                    [now - then for now, then in zip(arrived, history[-1 - period], strict=True)]
+                    if place >= 2 * period
+                    else []
+                )
+                if not gone or like != kinds[place - 2 * period : place - period]:
+                    continue
+                if max(gone) - min(gone) > SAME * max(abs(each) for each in gone):
+                    continue
+                while kinds[place : place + period] == like:
                     arrived = [each + gone[0] for each in arrived]
-                    place += 1
-            before = layer
+                    place += period
+                    history += [arrived] * period
         rooms = sum(price * room for price, room in zip(prices.room, self._rooms, strict=True))
         return (min(arrived) - rooms) / (1.0 + sum(prices.link) + prices.port)
 
