@@ -33,7 +33,6 @@ from shadowlane.planner.catalog import GroupKind
 from shadowlane.planner.hardware import CALM, Hardware
 from shadowlane.planner.hit_rate import expected_distinct
 from shadowlane.planner.hybrid import (
-    DISK_RING_NBYTES,
     NOTHING,
     HitRate,
     Load,
@@ -41,6 +40,7 @@ from shadowlane.planner.hybrid import (
     Plan,
     Site,
     Work,
+    disk_ring_nbytes,
     rows_of,
     stage_nbytes,
 )
@@ -311,6 +311,7 @@ class _Step:
             for load, site in zip(world.model.loads, plan.sites, strict=True)
             if load.nbytes and not (load.experts and work.phase == "decode")
         ]
+        self._ring_nbytes = disk_ring_nbytes(world.model, machine, world.state)
         self._most_load = 0.0  # of the port, by what comes ahead of its use
         if any(site.brought_in(work.phase) for site in ahead):
             self._most_load += sum(map(world.rate, self.links))
@@ -435,7 +436,7 @@ class _Step:
             self._record("disk:0", load, end_s, seconds)
         if is_late:
             return begin_s + READ_S + seconds
-        arrived_s = self.busy["disk:0"] - DISK_RING_NBYTES / rate
+        arrived_s = self.busy["disk:0"] - self._ring_nbytes / rate
         self._ahead.append((arrived_s - seconds, arrived_s, nbytes / seconds))
         return arrived_s
 

@@ -125,19 +125,25 @@ def memory_rate(law: int, loads: int) -> float:
 
 
 @njit
-def tokens_attended(base: int, geometry: Any, record: int) -> tuple[int, int]:
-    """(tokens whose keys and values are read, tokens attended over all rows) in this step."""
+def tokens_attended(geometry: Any, record: int, window: int) -> tuple[int, int]:
+    """(tokens whose keys and values are read, tokens attended over all rows) in this step.
+
+    window: how far each token looks back, its own included; 0: to the first.
+    """
     decode = read_i64(record + 8 * t.NUM_DECODE)
     prefill = read_i64(record + 8 * t.NUM_PREFILL)
     same = read_i64(record + 8 * t.SAME_SEQUENCE) != 0
     read, attended = 0, 0
     for index in range(decode + prefill):
         seen = read_i32(record + geometry[t.RECORD_POSITIONS] + 4 * index) + 1
+        if window > 0:
+            seen = min(seen, window)
         attended += seen
         if index < decode:
             read = max(read, seen) if same else read + seen
     if prefill > 0:
-        read += read_i32(record + geometry[t.RECORD_POSITIONS] + 4 * (decode + prefill - 1)) + 1
+        last = read_i32(record + geometry[t.RECORD_POSITIONS] + 4 * (decode + prefill - 1)) + 1
+        read += min(last, window + prefill - 1) if window > 0 else last
     return read, attended
 
 
@@ -163,7 +169,7 @@ def work_s(base: int, geometry: Any, row: Any, record: int, law: int, loads: int
     nbytes = float(row[t.READS_NBYTES])
     flops = float(row[t.FLOPS]) * rows
     if row[t.KIND] == t.ATTENTION:
-        read, attended = tokens_attended(base, geometry, record)
+        read, attended = tokens_attended(geometry, record, row[t.WINDOW])
         nbytes = float(row[t.READS_KV]) * read
         flops = float(row[t.FLOPS]) * attended
     elif row[t.KIND] == t.EXPERTS:

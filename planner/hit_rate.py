@@ -112,3 +112,16 @@ def missing_of_layer(experts: Experts, slots: int, rows: int, *, is_decode: bool
 def expected_distinct(num_experts: int, top_k: int, rows: int) -> float:
     """Different experts that `rows` rows choose in one layer, if all are as likely."""
     return num_experts * (1.0 - (1.0 - top_k / num_experts) ** rows)
+
+
+def upper_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of points by rising first value, those of the least concave line above all of them."""
+    hull: list[tuple[float, float]] = []
+    for at, value in points:
+        while len(hull) > 1:
+            (low, low_value), (middle, middle_value) = hull[-2:]
+            if (middle_value - low_value) * (at - low) > (value - low_value) * (middle - low):
+                break
+            hull.pop()
+        hull.append((at, value))
+    return hull

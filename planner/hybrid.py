@@ -21,7 +21,8 @@ from shadowlane.planner.profile import Phase
 ACTIVATION_NBYTES = 2  # of an element that crosses the link
 STAGE_NBYTES = 256e6  # most room on a card for what is brought there, in pieces of a few MiB
 STAGE_PART = 8  # and at most this part of its memory
-DISK_RING_NBYTES = 256e6  # room in RAM for what is read ahead, where anything is only on disk
+DISK_RING_NBYTES = 256e6  # most room in RAM for what is read ahead, where anything is only on disk
+DISK_RING_PART = 8  # and at most this part of what RAM has for weights, as placements have it
 
 NOTHING = 1e-9  # a part that is none but for rounding
 
@@ -39,6 +40,7 @@ class Load:
     flops_per_row: float  # for attention, times the tokens attended; for experts, all chosen ones
     kv_nbytes_per_token: float = 0.0  # attention only
     window: int | None = None  # tokens that attention looks back at most, its own included
+    page_tokens: int = 0  # keys and values of all tokens are kept, in such pages; 0: of the window
     experts: int = 0  # of this layer
     top_k: int = 0
     # how our own lanes do it, see `model_of`
@@ -57,6 +59,12 @@ class Load:
         """Of so many tokens, those whose keys and values attention reads, and needs to keep."""
         return context if self.window is None else min(context, self.window)
 
+    def kept(self, context: int) -> int:
+        """Of so many tokens, those whose keys and values have room, used or not."""
+        if not self.page_tokens:
+            return self.attended(context)
+        return -(-context // self.page_tokens) * self.page_tokens
+
     @property
     def whole_nbytes(self) -> float:
         """What the group's weights take up where all of them live."""
@@ -70,6 +78,7 @@ class Model:
     row_nbytes: float  # activation of one row, as it crosses a link
     fixed_ram_nbytes: float  # embedding rows, constants, scratch
     max_context: int
+    is_ours: bool = False  # as our own lanes run it, see `model_of`
     # What follows from the loads: for each a number, the same for those that differ in name and
     # layer alone; and where each layer begins and ends.
     alike: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -110,7 +119,9 @@ def model_of(
     """The groups of a catalog as loads. windows: of each layer; none given: no layer has one.
 
     is_ours: as our own lanes run it, which have routers computed by the processor and experts added
-    up there; those come over no link, since a router chooses too late.
+    up there; those come over no link, since a router chooses too late. What comes off the disk is
+    the processor's too, and where anything does, all phases bring the same. Of keys and values all
+    are kept, in whole pages, however far layers look back.
     """
     attns = sum(1 for group in catalog.groups if group.kind == "attn")
     kv_nbytes = catalog.page_nbytes / catalog.page_tokens / max(1, attns)
@@ -133,13 +144,15 @@ def model_of(
                 window=windows[group.layer or 0] if group.kind == "attn" and windows else None,
                 experts=experts.per_layer if experts else 0,
                 top_k=experts.top_k if experts else 0,
+                page_tokens=catalog.page_tokens if is_ours and group.kind == "attn" else 0,
                 stays=is_ours and group.kind == "router",
                 is_joined=is_ours and experts is not None,
             )
         )
     cols = next(group.cols for group in catalog.groups if group.kind == "qkv")
     fixed = gathered + catalog.constants_nbytes + catalog.scratch_nbytes
-    return Model(name, tuple(loads), cols * ACTIVATION_NBYTES, fixed, catalog.max_context)
+    row_nbytes = cols * ACTIVATION_NBYTES
+    return Model(name, tuple(loads), row_nbytes, fixed, catalog.max_context, is_ours)
 
 
 def assumed_hits(model: Model) -> HitRate:
@@ -221,7 +234,10 @@ class Demand:
     ram: float  # with the ring for what is only on disk
 
 
-def demand(model: Model, plan: Plan, work: Work, cards: Sequence[Card]) -> Demand:
+def demand(
+    model: Model, plan: Plan, work: Work, machine: Hardware, state: Conditions = CALM
+) -> Demand:
+    cards = machine.cards
     vram = [0.0] * len(cards)
     brings = [False] * len(cards)
     ram = model.fixed_ram_nbytes
@@ -236,13 +252,13 @@ def demand(model: Model, plan: Plan, work: Work, cards: Sequence[Card]) -> Deman
                 vram[card] += (whole + kv) * site.vram * part
                 brings[card] |= moved and part > 0.0
     stages = (stage_nbytes(card) if each else 0.0 for card, each in zip(cards, brings, strict=True))
-    ram += DISK_RING_NBYTES if reads else 0.0
+    ram += disk_ring_nbytes(model, machine, state) if reads else 0.0
     return Demand(tuple(have + stage for have, stage in zip(vram, stages, strict=True)), ram)
 
 
 def kv_nbytes(load: Load, work: Work) -> float:
     """Room for the keys and values of one load, whether used yet or not."""
-    return load.kv_nbytes_per_token * load.attended(work.max_context) * work.sequences
+    return load.kv_nbytes_per_token * load.kept(work.max_context) * work.sequences
 
 
 def all_kv_nbytes(model: Model, work: Work) -> list[float]:
@@ -260,7 +276,7 @@ def held_kv_nbytes(load: Load, work: Work) -> float:
 
 
 def fits(model: Model, plan: Plan, work: Work, machine: Hardware, state: Conditions = CALM) -> bool:
-    need = demand(model, plan, work, machine.cards)
+    need = demand(model, plan, work, machine, state)
     for card, nbytes in zip(machine.cards, need.vram, strict=True):
         if nbytes > vram_room(card, state) * (1 + 1e-9):
             return False
@@ -270,6 +286,12 @@ def fits(model: Model, plan: Plan, work: Work, machine: Hardware, state: Conditi
 def stage_nbytes(card: Card) -> float:
     """Room on a card for what is brought there, where anything is."""
     return min(STAGE_NBYTES, card.vram_nbytes / STAGE_PART)
+
+
+def disk_ring_nbytes(model: Model, machine: Hardware, state: Conditions = CALM) -> float:
+    """Room in RAM for what is read ahead, where anything is."""
+    room = ram_room(machine, state) - model.fixed_ram_nbytes
+    return min(DISK_RING_NBYTES, max(0.0, room) / DISK_RING_PART)
 
 
 def vram_room(card: Card, state: Conditions = CALM) -> float:

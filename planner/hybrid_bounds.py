@@ -2,7 +2,7 @@
 
 The resource bound lets every byte and operation be shared out freely, all lanes at work at once, in
 the best of all ways to fill the cards: the busiest resource still has to do its work. The path
-bound knows that groups follow each other, each with at least the cheaper of the two fixed costs.
+bound knows that groups follow each other, with crossings and launches (`hybrid_path.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from shadowlane.planner.hit_rate import expected_distinct
 from shadowlane.planner.hybrid import kv_nbytes, ram_room, rows_of, vram_room
 from shadowlane.planner.hybrid_layouts import Question
+from shadowlane.planner.hybrid_path import EXACT, Overheads, PathBound, Prices
 
 KV_PARTS = 20  # how finely the part of keys and values on the cards is tried
 HALVINGS = 60
@@ -45,8 +46,14 @@ class _Totals:
         return float("inf")
 
 
-def hybrid_bounds(question: Question) -> HybridBounds:
-    """Of the best of all placements, keys and values included."""
+def hybrid_bounds(
+    question: Question, overheads: Overheads = EXACT, prices: Prices | None = None
+) -> HybridBounds:
+    """Of the best of all placements, keys and values included.
+
+    overheads: of a world that knows more than the planner's model. prices: for the path, where they
+    are known of similar work; any give a bound, the best for this work are looked for without.
+    """
     parts = [index / KV_PARTS for index in range(KV_PARTS + 1)] if question.machine.cards else [0.0]
     fills = [_fill(question, part) for part in parts]
     resource_s = min(_least_s(question, fill) for fill in fills)
@@ -54,7 +61,9 @@ def hybrid_bounds(question: Question) -> HybridBounds:
     launches = [question.machine.cpu_launch_s]
     launches += [card.launch_s for card in question.machine.cards]
     chain_s += min(launches) * len(question.model.loads)
-    return HybridBounds(resource_s, max(resource_s, chain_s))
+    path = PathBound(question, overheads)
+    path_s = path.best()[0] if prices is None else path.at(prices)
+    return HybridBounds(resource_s, max(resource_s, chain_s, path_s))
 
 
 def _fill(question: Question, kv_part: float) -> _Totals:

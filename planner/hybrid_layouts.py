@@ -14,7 +14,6 @@ from functools import cache
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
 from shadowlane.planner.hybrid import (
     DECODE,
-    DISK_RING_NBYTES,
     NOTHING,
     HitRate,
     Model,
@@ -23,6 +22,7 @@ from shadowlane.planner.hybrid import (
     Site,
     Work,
     all_kv_nbytes,
+    disk_ring_nbytes,
     fits,
     ram_room,
     vram_room,
@@ -155,7 +155,7 @@ def settle(
             dense += whole * (1.0 - vram)
             room -= kv * (1.0 - vram)
     if reads or room < dense + experts:
-        room -= DISK_RING_NBYTES
+        room -= disk_ring_nbytes(model, question.machine, question.state)
     if room < 0:
         return None
     dense_kept = min(1.0, room / dense) if dense else 1.0
@@ -173,6 +173,9 @@ def settle(
         if load.stays or load.is_joined:
             in_decode = in_prefill = 0.0
         kept = experts_kept if load.experts else _KEPT.get(load.home, dense_kept)
+        if model.is_ours and dense_kept < 1.0:
+            # What is read is the processor's, in all phases alike.
+            in_decode = in_prefill = min(in_decode, kept)
         key = (vram, kept, in_decode, over, in_prefill)
         if key not in known:
             is_off = vram < 1.0

@@ -7,9 +7,9 @@ large groups too slow and small ones too fast, and a plan of other groups would 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import log, sqrt
 from typing import NamedTuple
 
 from shadowlane.planner.hardware import Hardware
@@ -20,8 +20,9 @@ from shadowlane.planner.hybrid_play import beside_cores, port_left, work_by_kind
 FASTEST, SLOWEST = 4.0, 0.05  # factors on a file's rates that are believed
 SURE = 0.04  # of a lane's total: below, a difference between predicted and measured is noise
 SURE_BY_KIND = 0.01  # the same where seconds are known by kind
-APART = 1.5  # sizes of groups that tell a fixed cost from a rate
-STRAIGHT = 0.12  # how far kinds may lie from the line through them
+# Standard deviations: kinds of groups from their line; rates and launches from what was thought.
+SCATTER, RATE_SPREAD, LAUNCH_SPREAD_S = 0.03, 0.2, 2e-5
+LAUNCH_STEPS = 60
 MOST_LAUNCH_S = 2e-4
 BENDS = (0.25, 4.0)  # of the rate at which experts on cards are chosen
 CROSSINGS = (0.4, 4.0)  # factors on a file's crossing that are believed
@@ -59,7 +60,7 @@ def learned(
     that explains how long the step took.
     """
     machine = question.machine
-    lanes = _lanes(question, plan, now)
+    lanes = _lanes(question, plan, now, is_fresh)
     predicted = question.times(plan)
     cards = []
     for index, (card, its) in enumerate(zip(machine.cards, stated.cards, strict=True)):
@@ -97,7 +98,7 @@ def bent(hit_rate: HitRate, bend: float) -> HitRate:
     """The same, but what is missed with 1 is missed with its power `bend`: above 1, less often."""
     if bend == 1.0:
         return hit_rate
-    return lambda part: 1.0 - max(0.0, 1.0 - hit_rate(part)) ** bend
+    return lambda part: 1.0 - float(max(0.0, 1.0 - hit_rate(part)) ** bend)
 
 
 def bend_of(model: Model, plan: Plan, hit_rate: HitRate, hits: float) -> float:
@@ -109,17 +110,18 @@ def bend_of(model: Model, plan: Plan, hit_rate: HitRate, hits: float) -> float:
     count = sum(parts.values())
     low, high = BENDS
     for _ in range(20):
-        middle = math.sqrt(low * high)
-        expected = sum(each * bent(hit_rate, middle)(part) for part, each in parts.items()) / count
+        middle = sqrt(low * high)
+        rate = bent(hit_rate, middle)
+        expected = sum(each * rate(part) for part, each in parts.items()) / count
         low, high = (middle, high) if expected < hits else (low, middle)
-    return math.sqrt(low * high)
+    return sqrt(low * high)
 
 
 # -- lanes by themselves
 
 
-def _lanes(question: Question, plan: Plan, now: StepMeasured) -> dict[str, _Lane]:
-    """Of the processor and each card."""
+def _lanes(question: Question, plan: Plan, now: StepMeasured, is_fresh: bool) -> dict[str, _Lane]:
+    """Of the processor and each card. What changes under a plan is rates, not launches."""
     machine = question.machine
     launches = {"cpu:0": machine.cpu_launch_s}
     launches |= {f"gpu:{index}": card.launch_s for index, card in enumerate(machine.cards)}
@@ -127,7 +129,12 @@ def _lanes(question: Question, plan: Plan, now: StepMeasured) -> dict[str, _Lane
         question.model, plan, question.work, machine, question.state, question.hit_rate
     )
     return {
-        lane: _lane(work[lane], launch_s, now.busy_s.get(lane, 0.0), now.kinds_s.get(lane))
+        lane: _lane(
+            work[lane],
+            launch_s,
+            now.busy_s.get(lane, 0.0),
+            now.kinds_s.get(lane) if is_fresh else None,
+        )
         for lane, launch_s in launches.items()
     }
 
@@ -155,28 +162,33 @@ def _lane(
 
 
 def _launch_s(points: Sequence[tuple[float, float, int]], known_s: float) -> float:
-    """Where the line through kinds begins. points: a group's work, its seconds, how many of them.
+    """What a group costs beside its work. points: a group's work, its seconds, how many of them.
 
-    Each kind counts by how many groups it has, and relative to its seconds. What is no line tells
-    nothing: `known_s` stays.
+    The most likely of what explains all kinds at once: kinds scatter, a rate is seldom far from
+    what was thought, nor is a launch. So one kind alone, which could be either, is put down to
+    both.
     """
-    sizes = [size for size, _, _ in points]
-    if len(sizes) < 2 or max(sizes) < APART * min(sizes):
+    if not points:
         return known_s
-    one = size_1 = size_2 = value_0 = value_1 = 0.0
-    for size, seconds, count in points:
-        weight = count / seconds**2
-        one += weight
-        size_1 += weight * size
-        size_2 += weight * size * size
-        value_0 += weight * seconds
-        value_1 += weight * size * seconds
-    slope = (one * value_1 - size_1 * value_0) / (one * size_2 - size_1**2)
-    start_s = (value_0 - slope * size_1) / one
-    off = max(abs(start_s + slope * size - seconds) / seconds for size, seconds, _ in points)
-    if slope <= 0.0 or off > STRAIGHT:
-        return known_s
-    return min(max(start_s, 0.0), MOST_LAUNCH_S)
+    whole = sum(count for _, _, count in points)
+    work_s = sum(size * count for size, _, count in points)
+    took_s = sum(seconds * count for _, seconds, count in points)
+    most = min(MOST_LAUNCH_S, 0.9 * min(seconds for _, seconds, _ in points))
+
+    def unlikely(launch_s: float) -> float:
+        slope = (took_s - launch_s * whole) / work_s
+        off = sum(
+            count * ((launch_s + slope * size) / seconds - 1.0) ** 2
+            for size, seconds, count in points
+        )
+        return (
+            off / whole / SCATTER**2
+            + (log(slope) / RATE_SPREAD) ** 2
+            + ((launch_s - known_s) / LAUNCH_SPREAD_S) ** 2
+        )
+
+    tried = [most * step / LAUNCH_STEPS for step in range(LAUNCH_STEPS + 1)]
+    return min(tried, key=unlikely)
 
 
 def _speed(predicted: Mapping[str, float], measured: Mapping[str, float], lane: str) -> float:

@@ -71,7 +71,7 @@ def moves(question: Question, old: Plan, new: Plan) -> Migration:
 
 def copied_part(question: Question, plan: Plan) -> float:
     """Of the weights on cards, the part that RAM has room to hold as well."""
-    need = demand(question.model, plan, question.work, question.machine.cards)
+    need = demand(question.model, plan, question.work, question.machine, question.state)
     spare = ram_room(question.machine, question.state) - need.ram
     on_cards = sum(
         load.whole_nbytes * site.vram

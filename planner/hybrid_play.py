@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
 from shadowlane.planner.hybrid import (
-    DISK_RING_NBYTES,
     HitRate,
     Load,
     Model,
     Plan,
     Site,
     Work,
+    disk_ring_nbytes,
     stage_nbytes,
 )
 from shadowlane.planner.hybrid_price import Price, Rates, price_of
@@ -95,7 +95,8 @@ def play(
     or read, another pass is played at the rate that is left to them.
     """
     rates = rates_of(machine, state)
-    times, moved_nbytes = _pass(model, plan, work, rates, hit_rate, worth_s)
+    ring_nbytes = disk_ring_nbytes(model, machine, state)
+    times, moved_nbytes = _pass(model, plan, work, rates, hit_rate, worth_s, ring_nbytes)
     if not moved_nbytes:
         return times
     port, alone = machine.dram_bytes_per_s, rates.cpu_bytes_per_s
@@ -110,7 +111,8 @@ def play(
         if times.step_s >= worth_s:
             break
         left = min(alone, port_left(port, moved_nbytes / expected_s))
-        times, _ = _pass(model, plan, work, rates._replace(cpu_bytes_per_s=left), hit_rate, worth_s)
+        slower = rates._replace(cpu_bytes_per_s=left)
+        times, _ = _pass(model, plan, work, slower, hit_rate, worth_s, ring_nbytes)
         if abs(times.step_s / expected_s - 1.0) <= CLOSE:
             break
         expected_s = times.step_s
@@ -186,7 +188,13 @@ def work_by_kind(
 
 
 def _pass(
-    model: Model, plan: Plan, work: Work, rates: Rates, hit_rate: HitRate, worth_s: float
+    model: Model,
+    plan: Plan,
+    work: Work,
+    rates: Rates,
+    hit_rate: HitRate,
+    worth_s: float,
+    ring_nbytes: float,
 ) -> tuple[Times, float]:
     """(the step, bytes that went through the DRAM port beside what the cores read).
 
@@ -218,7 +226,7 @@ def _pass(
     step.links = [
         _Ring(stage_nbytes(rates.cards[card]), brought[card], busy[f"h2d:{card}"]) for card in cards
     ]
-    step.disk = _Ring(DISK_RING_NBYTES, read_nbytes, busy["disk:0"])
+    step.disk = _Ring(ring_nbytes, read_nbytes, busy["disk:0"])
     end_s = step.play(order, prices, rest_s, worth_s)
     return Times(max(end_s, links_s), busy), moved_nbytes
 

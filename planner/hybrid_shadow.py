@@ -24,7 +24,7 @@ from shadowlane.planner.hybrid_learning import StepMeasured, bend_of, bent, lear
 from shadowlane.planner.hybrid_moves import Migration, moves
 from shadowlane.planner.hybrid_search import search
 
-HITS_WINDOW = 64  # steps over which hits of experts on cards are averaged
+BENDS_WINDOW = 64  # steps over which hits of experts on cards are averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class HybridShadow:
         self._state = CALM  # memory only: rates are learned
         self._model, self._work, self._hit_rate = model, work, hit_rate
         self._bend = 1.0  # of `hit_rate`, by what has been measured
-        self._hits: deque[float] = deque(maxlen=HITS_WINDOW)  # of steps of the plan in force
+        self._bends: deque[float] = deque(maxlen=BENDS_WINDOW)  # of single steps
         self._prompts = prompts
         self.plan = plan or search(self.question).plan
         self._previous: Plan | None = None
@@ -175,7 +175,8 @@ class HybridShadow:
     def _measured(self, step: StepMeasured) -> list[Command]:
         self._steps.append(step)
         if step.hits is not None:
-            self._hits.append(step.hits)
+            self._bends.append(bend_of(self._model, self.plan, self._hit_rate, step.hits))
+            self._bend = fmean(self._bends)
         self._since_thought += 1
         if self._target is not None:
             self._to_move = max(0.0, self._to_move - step.moved_nbytes)
@@ -183,8 +184,9 @@ class HybridShadow:
         if len(self._steps) < self.settings.window:
             return []
         now = self._median()
+        usual = self._usual(now)
         if self._previous is not None:
-            undo = self._judge(now)
+            undo = self._judge(usual)
             if undo:
                 return undo
         if self._settled is not None:  # back again: nothing has been learned that was not known
@@ -192,22 +194,37 @@ class HybridShadow:
         is_first = self._reference is None
         if is_first:
             self._learn(now, is_fresh=True)
-            self._reference = now
-        elif not self._has_drifted(now) or self._since_thought < self._wait:
+            self._reference = usual
+        elif not self._has_drifted(usual) or self._since_thought < self._wait:
             return []
         else:
             self._learn(now, is_fresh=False)
-            self._reference = now
+            self._reference = usual
             self._gain, self._wait = self.settings.gain, self.settings.min_steps_between
         return self._think("first steps measured" if is_first else "measured steps have drifted")
 
     def _learn(self, now: StepMeasured, *, is_fresh: bool) -> None:
-        """Rates by these steps and the hits that they had; hits by all that there were."""
-        if now.hits is not None:
-            self._bend = bend_of(self._model, self.plan, self._hit_rate, now.hits)
-        self.machine = learned(self.question, self._file, self.plan, now, is_fresh=is_fresh)
-        if self._hits:
-            self._bend = bend_of(self._model, self.plan, self._hit_rate, fmean(self._hits))
+        """By these steps and the hits that they had."""
+        question = self._as_hit(now)
+        self.machine = learned(question, self._file, self.plan, now, is_fresh=is_fresh)
+
+    def _as_hit(self, now: StepMeasured) -> Question:
+        """The question, if experts were always hit as in these steps."""
+        if now.hits is None:
+            return self.question
+        bend = bend_of(self._model, self.plan, self._hit_rate, now.hits)
+        return replace(self.question, hit_rate=bent(self._hit_rate, bend))
+
+    def _usual(self, now: StepMeasured) -> StepMeasured:
+        """What these steps would have shown, had they hit experts as often as all before them."""
+        if now.hits is None:
+            return now
+        usual, as_hit = (each.times(self.plan) for each in (self.question, self._as_hit(now)))
+        busy_s = {
+            lane: busy * usual.busy_s[lane] / as_hit.busy_s[lane] if as_hit.busy_s[lane] else busy
+            for lane, busy in now.busy_s.items()
+        }
+        return replace(now, seconds=now.seconds * usual.step_s / as_hit.step_s, busy_s=busy_s)
 
     def _median(self) -> StepMeasured:
         newest = self._steps[-1]
@@ -281,7 +298,6 @@ class HybridShadow:
         self._gain = self.settings.gain
         self._wait = self.settings.min_steps_between
         self._steps.clear()
-        self._hits.clear()
         commands: list[Command] = []
         question = self.question
         if not question.fits(self.plan):
@@ -315,10 +331,9 @@ class HybridShadow:
 
     def _switch(self, plan: Plan) -> list[Command]:
         if self._steps:
-            self._previous, self._before = self.plan, self._median()
+            self._previous, self._before = self.plan, self._usual(self._median())
         self.plan = plan
         self._target, self._moves, self._to_move = None, None, 0.0
         self._steps.clear()
-        self._hits.clear()
         self._reference = None
         return [Switch(plan)]

@@ -7,13 +7,11 @@ those that the first half promises (`Heat`), not those that come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from shadowlane.planner.heat import heat_of, remembered
-from shadowlane.planner.hit_rate import assumed, interpolate
+from shadowlane.planner.hit_rate import assumed, interpolate, upper_hull
 from shadowlane.planner.hybrid import HitRate, Model
 from shadowlane.planner.routing import NOBODY, Trace
 
@@ -86,16 +84,3 @@ def _ranks_of(known: Trace, scored: Trace) -> npt.NDArray[np.int16]:
     choices = scored.choices[tokens if len(tokens) else slice(None)].astype(np.intp)
     found = ranks[np.arange(scored.num_layers)[None, :, None], choices]
     return np.where(choices == NOBODY, -1, found).astype(np.int16)
-
-
-def upper_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of points by rising first value, those of the least concave line above all of them."""
-    hull: list[tuple[float, float]] = []
-    for at, value in points:
-        while len(hull) > 1:
-            (low, low_value), (middle, middle_value) = hull[-2:]
-            if (middle_value - low_value) * (at - low) > (value - low_value) * (middle - low):
-                break
-            hull.pop()
-        hull.append((at, value))
-    return hull

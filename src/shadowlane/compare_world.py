@@ -10,15 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shadowlane.actors.emulation import Hidden, Span, World, true_machine
+from shadowlane.actors.spec import SMALL
+from shadowlane.ops.emulated import FIRST_OF_LAYER, REST_OF_LAYER
 from shadowlane.planner.hardware import Conditions, Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, assumed_hits
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
 from shadowlane.planner.hybrid_layouts import Question
+from shadowlane.planner.hybrid_path import Overheads, PathBound
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.recorded_hits import RecordedHits
 
 CHUNKS = (512, 1024, 2048, 4096)  # rows of a prompt at once: every strategy may choose
 STEPS = 60  # of decode that are timed; of a recording, all of its tokens that were kept for this
+OVERHEADS = Overheads(FIRST_OF_LAYER, REST_OF_LAYER, SMALL)  # as the world has them
 PROMPT_STEPS = 24  # of prefill that are timed, at least
 
 
@@ -158,10 +162,9 @@ class Arena:
         resource, path = 0.0, 0.0
         for rows in job.chunks():
             works = job.works(rows)
-            found = [
-                hybrid_bounds(Question(self.model, machine, work, state, self._met))
-                for work in works
-            ]
+            middle = Question(self.model, machine, job.work(rows), state, self._met)
+            prices = PathBound(middle, OVERHEADS).best()[1]
+            found = [hybrid_bounds(replace(middle, work=work), OVERHEADS, prices) for work in works]
             tokens = sum(work.rows for work in works)
             resource = max(resource, tokens / sum(each.resource_s for each in found))
             path = max(path, tokens / sum(each.path_s for each in found))

@@ -82,7 +82,7 @@ def what_if(
         raise TooLarge(f"{error}: {_what_is_short(question)}") from None
     plan = best.plan
     planning_s = time.perf_counter() - began
-    need = demand(model, plan, work, machine.cards)
+    need = demand(model, plan, work, machine)
     return {
         "model": model.name,
         "hardware": machine.name,

@@ -13,8 +13,9 @@ from shadowlane.planner.card_placement import place_on_cards
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hand_placement import OF_LAYERS, OF_ONE, place_by_hand, plan_by_hand
 from shadowlane.planner.hardware import Card, Hardware
-from shadowlane.planner.hybrid import Plan, Site, Work, model_of, stage_nbytes
+from shadowlane.planner.hybrid import Plan, Prompts, Site, Work, kv_nbytes, model_of, stage_nbytes
 from shadowlane.planner.hybrid_layouts import Question, TooLarge, num_layers
+from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.placement import (
     MIN_SLOTS,
     InfeasiblePlan,
@@ -492,3 +493,36 @@ def test_the_least_of_a_mixture_is_its_dense_part_and_some_experts() -> None:
     least = place_on_cards(catalog, plan, replace(request, ram=caught.value.needed), question)
     check(catalog, least)
     assert least.expert_slots == catalog.experts.top_k + 2
+
+
+def test_what_our_lanes_read_and_bring_is_what_was_planned_for() -> None:
+    """Part of it is on disk: prompts bring what single tokens do, and the search knows it."""
+    catalog = llama_catalog(layers=8, hidden=512, inner=2048, heads_kv=4, vocab=2048)
+    model = model_of(catalog, "synthetic", is_ours=True)
+    work = Work(context=64, max_context=128)
+    card = replace(FAST, vram_nbytes=0.3 * model.nbytes, crossing_s=1e-6)
+    here = replace(machine(card), ram_nbytes=0.6 * model.nbytes + model.fixed_ram_nbytes)
+    prompts = Prompts(Work("prefill", 64, 1, 64, 128), 0.5)
+    question = Question(model, here, work, prompts=prompts)
+    answer = search(question)
+    assert any(site.vram + site.ram < 0.99 for site in answer.plan.sites)
+    assert all(site.brought == site.brought_prefill for site in answer.plan.sites)
+    request = Request(ram=int(here.ram_nbytes), lanes=lanes(1), context=128)
+    placement = place_on_cards(catalog, answer.plan, request, question)
+    assert placement.sweep
+    assert not any("prompts" in note for note in placement.notes)
+    exact = plan_of(catalog, placement, model)
+    assert answer.prompt_times is not None
+    prompt_s = question.times(exact, work=prompts.work).step_s
+    assert prompt_s == pytest.approx(answer.prompt_times.step_s, rel=0.15)
+
+
+def test_our_keys_and_values_take_whole_pages_of_all_tokens() -> None:
+    catalog = llama_catalog(layers=2)
+    windows = (16, None)
+    ours, theirs = (model_of(catalog, "", windows, is_ours=each) for each in (True, False))
+    work = Work(max_context=catalog.page_tokens + 1)
+    attns = [load for load in ours.loads if load.kind == "attn"]
+    assert sum(kv_nbytes(load, work) for load in attns) == 2 * catalog.page_nbytes
+    assert [load.attended(1000) for load in attns] == [16, 1000]  # what is read is as it was
+    assert sum(kv_nbytes(load, work) for load in theirs.loads) < catalog.page_nbytes * 1.1

@@ -34,19 +34,26 @@ def test_demand_counts_keys_and_values_where_they_are() -> None:
     attn = Load("0.attn", "attn", 0, 0.0, 100.0, kv_nbytes_per_token=1000.0)
     whole = model(attn, dense("0.gate_up", 1e9))
     work = Work(max_context=10_000, sequences=2)
-    both = demand(whole, Plan("", (Site(0.25, 0.75), Site(0.5, 0.5, 0.5))), work, (CARD,))
+    both = demand(whole, Plan("", (Site(0.25, 0.75), Site(0.5, 0.5, 0.5))), work, MACHINE)
     assert both.vram[0] == pytest.approx(0.25 * 2e7 + 0.5e9 + STAGE_NBYTES)
     assert both.ram == pytest.approx(1e8 + 0.75 * 2e7 + 0.5e9)
 
 
 def test_what_is_read_ahead_has_room_in_ram() -> None:
     whole = model(dense("a", 1e9))
-    assert demand(whole, Plan("", (Site(0.0, 0.6),)), Work(), ()).ram == pytest.approx(
+    assert demand(whole, Plan("", (Site(0.0, 0.6),)), Work(), MACHINE).ram == pytest.approx(
         1e8 + 0.6e9 + DISK_RING_NBYTES
     )
-    small = replace(MACHINE, cards=(), ram_nbytes=4e9 + 1e8 + 0.9e9)
-    plan = search(Question(whole, small)).plan
-    assert plan.sites[0].ram == pytest.approx(0.9 - DISK_RING_NBYTES / 1e9)
+    large = model(dense("a", 8e9))
+    machine = replace(MACHINE, cards=(), ram_nbytes=4e9 + 1e8 + 4e9)
+    plan = search(Question(large, machine)).plan
+    assert plan.sites[0].ram == pytest.approx((4.0 - DISK_RING_NBYTES / 1e9) / 8)
+
+
+def test_what_is_read_ahead_takes_an_eighth_of_little_ram() -> None:
+    small = replace(MACHINE, cards=(), ram_nbytes=4e9 + 1e8 + 0.8e9)
+    plan = search(Question(model(dense("a", 1e9)), small)).plan
+    assert plan.sites[0].ram == pytest.approx(0.7)
 
 
 def test_taken_memory_is_not_there_to_plan_with() -> None:

@@ -54,7 +54,7 @@ def test_the_stage_is_counted_once_for_whatever_phase_needs_it() -> None:
     held = 0.2 * MODEL.nbytes
     for brought, brought_prefill, stages in ((0, 0, 0), (0.5, 0, 1), (0, 1.0, 1), (0.5, 1.0, 1)):
         plan = everywhere(Site(0.2, 0.8, brought, brought_prefill=brought_prefill))
-        room = demand(MODEL, plan, Work(max_context=0), MACHINE.cards).vram[0]
+        room = demand(MODEL, plan, Work(max_context=0), MACHINE).vram[0]
         assert room == pytest.approx(held + stages * STAGE_NBYTES)
 
 

@@ -23,8 +23,8 @@ IN_RAM, ON_CARD = (Plan("", (site, site)) for site in (Site(0.0, 1.0), Site(1.0,
 
 def test_a_window_bounds_what_is_kept_and_read() -> None:
     work = Work(context=1000, max_context=4000)
-    assert demand(MODEL, IN_RAM, work, (CARD,)).ram == 1e5 * (4000 + 100)
-    assert demand(MODEL, ON_CARD, work, (CARD,)).vram == (1e5 * (4000 + 100),)
+    assert demand(MODEL, IN_RAM, work, MACHINE).ram == 1e5 * (4000 + 100)
+    assert demand(MODEL, ON_CARD, work, MACHINE).vram == (1e5 * (4000 + 100),)
     question = Question(MODEL, MACHINE, work)
     assert question.times(IN_RAM).step_s == pytest.approx(1e5 * (1000 + 100) / 40e9)
     assert moves(question, IN_RAM, ON_CARD).h2d_nbytes == (1e5 * (1000 + 100),)
@@ -33,7 +33,7 @@ def test_a_window_bounds_what_is_kept_and_read() -> None:
 
 def test_a_short_context_is_shorter_than_the_window() -> None:
     work = Work(context=50, max_context=80)
-    assert demand(MODEL, IN_RAM, work, (CARD,)).ram == 1e5 * (80 + 80)
+    assert demand(MODEL, IN_RAM, work, MACHINE).ram == 1e5 * (80 + 80)
     assert Question(MODEL, MACHINE, work).times(IN_RAM).step_s == pytest.approx(1e5 * 100 / 40e9)
 
 

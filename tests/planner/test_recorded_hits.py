@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shadowlane.planner.hit_rate import upper_hull
 from shadowlane.planner.hybrid import Load, Model
-from shadowlane.planner.recorded_hits import RecordedHits, upper_hull
+from shadowlane.planner.recorded_hits import RecordedHits
 from shadowlane.planner.routing import NOBODY, Trace, synthesize
 
 
