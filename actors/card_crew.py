@@ -13,6 +13,8 @@ from shadowlane.actors.held_heads import Heads, heads_on, num_moved
 from shadowlane.actors.hosts import LaneDied, Pending, Remote
 from shadowlane.planner.placement import Placement
 
+PATIENCE_S = 0.5  # between two looks whether those that are needed live
+
 
 def choose_copier(number: int, card: Remote, link: Remote, layout: ArenaLayout) -> Choice:
     """Find out who copies faster to a card that is here. Before anything is loaded there.
@@ -88,3 +90,14 @@ def wait_between_steps(calls: Sequence[Pending]) -> None:
         except Exception as error:
             reason = f"keys and values could not be moved: {type(error).__name__}: {error}"
             raise LaneDied(reason) from error
+
+
+def answer_of(call: Pending, needed: Sequence[Remote]) -> object:
+    """What a lane answers. Raises LaneDied as soon as one of `needed` has died, which it may be
+    waiting for."""
+    while True:
+        try:
+            return call.result(PATIENCE_S)
+        except TimeoutError:
+            for each in needed:
+                each.process_id()

@@ -375,24 +375,27 @@ class CardLane:
     def run(self) -> str | None:
         """Work until `stop` or the abort word. Returns the error that ended it, if any.
 
-        Raises CardFull where the card's memory is what was wanting.
+        Raises CardFull where the card's memory is what was wanting, CudaError where the driver has
+        failed: this process has no use of its card any more.
         """
-        full: CardFull | None = None
+        raised: CardFull | CudaError | None = None
         try:
             self._thread.submit(self._work).result()
         except Exception as error:  # the lane's only report: engine and peers must be told
             if _is_out_of_memory(error):
-                full = self._full("of a step")
-                self._fail(str(full))
+                raised = self._full("of a step")
+                self._fail(str(raised))
             else:
+                raised = error if isinstance(error, CudaError) else None
                 self._fail(f"{type(error).__name__}: {error}")
         finally:
             try:
                 self.close()
             except CudaError as error:
+                raised = raised or error
                 self._fail(str(error))
-        if full is not None:
-            raise full
+        if raised is not None:
+            raise raised
         return self.error
 
     def _full(self, what: str) -> CardFull:

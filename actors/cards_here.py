@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from shadowlane.actors.cuda.devices import find_devices
 from shadowlane.actors.cuda.driver import CudaError, Direction
+from shadowlane.actors.spec import CardSettings
 from shadowlane.paths import cache_dir
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.sizes import format_size, free_ram, parse_size
@@ -62,8 +63,8 @@ def cards_here(
     gpu_memory: str | int,
     model: Path,
     figures: Callable[[], Sequence[CardFigures]] | None = None,
-) -> tuple[tuple[int, ...], Hardware]:
-    """The budget of each card, and the machine for the planner, of which `model` tells the disk.
+) -> tuple[tuple[CardSettings, ...], Hardware]:
+    """Each card with its budget, and the machine for the planner, of which `model` tells the disk.
 
     gpu_memory: "auto" for what is free less a headroom, a size for each card, or sizes divided by
     commas. Raises ValueError, in one line, without cards or where a budget is larger than its card.
@@ -73,7 +74,8 @@ def cards_here(
     except (CudaError, OSError, subprocess.SubprocessError) as error:
         raise ValueError(f"gpu_memory must be 0 without a card: {error}") from None
     budgets = _budgets(gpu_memory, found)
-    return budgets, machine_of(found, model)
+    cards = (CardSettings(nbytes, each.uuid) for nbytes, each in zip(budgets, found, strict=True))
+    return tuple(cards), machine_of(found, model)
 
 
 def _budgets(asked: str | int, found: Sequence[CardFigures]) -> tuple[int, ...]:

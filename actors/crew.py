@@ -19,6 +19,7 @@ from shadowlane.actors.arena import Arena, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.card_crew import (
     ChangeOfHeads,
+    answer_of,
     changes_of_heads,
     choose_copier,
     use_process,
@@ -147,7 +148,8 @@ class Crew:
 
     def _start_card(self, card: int) -> Remote:
         number, is_emulated = len(self._settings.cores) + card, not self._has_cards
-        return self._host.start_card(number, card, is_emulated=is_emulated)
+        uuid = self._settings.cards[card].uuid
+        return self._host.start_card(number, card, is_emulated=is_emulated, uuid=uuid)
 
     @property
     def _has_cards(self) -> bool:
@@ -543,7 +545,7 @@ class Crew:
         done = 0
         for link, offsets in zip(self.links, wanted, strict=True):
             for call, nbytes in self._parcels_for(link, offsets):
-                call.result()
+                answer_of(call, self.cards)
                 done += nbytes
                 if tell is not None:
                     tell("loading the cards", done / total)

@@ -75,10 +75,11 @@ class Host(Protocol):
 
     def start_cpu(self, number: int, cores: Sequence[int]) -> Remote: ...
 
-    def start_card(self, number: int, card: int, *, is_emulated: bool) -> Remote:
+    def start_card(self, number: int, card: int, *, is_emulated: bool, uuid: str = "") -> Remote:
         """The compute lane of a card; number: its place among all compute lanes.
 
-        is_emulated: a processor's, that stands in for a card which is not here.
+        is_emulated: a processor's, that stands in for a card which is not here. uuid: of one that
+        is; "": as the driver counts them.
         """
         ...
 
@@ -337,7 +338,7 @@ class ThreadHost:
     def start_cpu(self, number: int, cores: Sequence[int]) -> Remote:
         return _LocalRemote(f"cpu:{number}", CpuLaneHost(number, cores), self._pool)
 
-    def start_card(self, number: int, card: int, *, is_emulated: bool) -> Remote:
+    def start_card(self, number: int, card: int, *, is_emulated: bool, uuid: str = "") -> Remote:
         lane = CpuLaneHost(number, STANDS_IN) if is_emulated else CardLaneHost(number, card, card)
         return _LocalRemote(f"gpu:{card}", lane, self._pool)
 

@@ -95,9 +95,14 @@ class CpuLaneActor(CpuLaneHost, ReadyEarly, CallByName):
 
 
 class CardLaneActor(CardLaneHost, ReadyEarly, CallByName):
-    """Ray shows it one card, which is number 0 to this process."""
+    """Sees one card, which is number 0 to this process: the one that the plan means.
 
-    def __init__(self, number: int, card: int) -> None:
+    NOTE: Ray counts cards and would show each actor any that is left.
+    """
+
+    def __init__(self, number: int, card: int, uuid: str) -> None:
+        if uuid:
+            os.environ["CUDA_VISIBLE_DEVICES"] = uuid
         super().__init__(number, card, 0, ray_span)
         self.start_making_ready()
 
@@ -267,12 +272,12 @@ class RayHost:
         early = self._early.pop(("cpu", number, tuple(cores)), None)
         return RayRemote(f"cpu:{number}", early or start_actor(CpuLaneActor, number, tuple(cores)))
 
-    def start_card(self, number: int, card: int, *, is_emulated: bool) -> Remote:
+    def start_card(self, number: int, card: int, *, is_emulated: bool, uuid: str = "") -> Remote:
         if is_emulated:
             early = self._early.pop(("cpu", number, STANDS_IN), None)
             return RayRemote(f"gpu:{card}", early or start_actor(CpuLaneActor, number, STANDS_IN))
         early = self._early.pop(("card", number, card), None)
-        return RayRemote(f"gpu:{card}", early or start_card_actor(number, card))
+        return RayRemote(f"gpu:{card}", early or start_card_actor(number, card, uuid))
 
     def start_link(self, card: int) -> Remote:
         early = self._early.pop(("link", card), None)
@@ -291,10 +296,10 @@ def start_actor(kind: type, *args: Any) -> Any:
     return ray.remote(num_cpus=0, max_concurrency=LANE_THREADS)(kind).remote(*args)
 
 
-def start_card_actor(number: int, card: int) -> Any:
-    """Ray counts cards, and shows each such actor another one, in their order."""
+def start_card_actor(number: int, card: int, uuid: str) -> Any:
+    """The lane of a card, one of those that Ray counts."""
     kind = ray.remote(num_cpus=0, num_gpus=1, max_concurrency=LANE_THREADS)(CardLaneActor)
-    return kind.remote(number, card)
+    return kind.remote(number, card, uuid)
 
 
 def start_lanes(settings: EngineSettings) -> dict[LaneKey, Any]:
@@ -308,7 +313,7 @@ def start_lanes(settings: EngineSettings) -> dict[LaneKey, Any]:
         if settings.emulated is not None:
             lanes["cpu", number, STANDS_IN] = start_actor(CpuLaneActor, number, STANDS_IN)
         else:
-            lanes["card", number, card] = start_card_actor(number, card)
+            lanes["card", number, card] = start_card_actor(number, card, settings.cards[card].uuid)
         lanes["link", card] = start_actor(TransferLaneActor, card)
     reading = settings.depth, settings.direct, settings.prefetch
     lanes["disk", *reading] = start_actor(DiskLaneActor, *reading)

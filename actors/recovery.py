@@ -22,12 +22,13 @@ from shadowlane.actors.arena import (
     ArenaLayout,
 )
 from shadowlane.actors.card_full import CardFull, LaneFull
+from shadowlane.actors.cuda.driver import CudaError
 from shadowlane.actors.hosts import LaneDied, LaneFailed, Pending
 from shadowlane.ops.atomics import wake_all
 from shadowlane.ops.errors import ModelError
 
 REASON_S = 2.0  # how long a failed lane may take to say why, after its abort has ended the others
-PARK_S = 5.0  # a lane that is not parked by then is stopped for good and started again
+PARK_S = 15.0  # longer than a card takes to close; who is not parked by then is started again
 
 
 def find_failure(runs: Mapping[str, Pending], is_aborted: bool) -> LaneDied | None:
@@ -82,13 +83,13 @@ def set_abort(arena: Arena, layout: ArenaLayout, is_set: bool) -> None:
 
 def wait_until_parked(runs: Mapping[str, Pending]) -> list[str]:
     """Wait until the loop of every lane has ended. Returns the lanes that must be started again:
-    those whose process is gone, and those that would not park."""
+    those whose process is gone, or has lost its card, and those that would not park."""
     lost = []
     deadline = time.monotonic() + PARK_S
     for name, run in runs.items():
         try:
             run.result(max(0.0, deadline - time.monotonic()))
-        except LaneDied:
+        except (LaneDied, CudaError):
             lost.append(name)
         except TimeoutError:
             if not run.is_done():

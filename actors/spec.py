@@ -51,6 +51,7 @@ class CardSettings:
     """One card as it is to be used."""
 
     memory: int  # bytes that weights, what is brought, and keys and values may take
+    uuid: str = ""  # of one that is here
 
 
 @dataclass(frozen=True, slots=True)

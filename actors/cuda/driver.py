@@ -41,6 +41,10 @@ class CudaError(RuntimeError):
         super().__init__(f"{call}: {name}; {more}" if more else f"{call}: {name}")
         self.call = call
         self.name = name
+        self.more = more
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return CudaError, (self.call, self.name, self.more)
 
     @property
     def is_out_of_memory(self) -> bool:

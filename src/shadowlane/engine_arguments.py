@@ -162,14 +162,13 @@ def _machine(
             raise ValueError(f"{name} needs hardware, the machine that is to be emulated")
     if gpu_memory is None or str(gpu_memory).strip() == "0":
         return (), None, None
-    from shadowlane.actors.spec import CardSettings
     from shadowlane.card_budget import check_card_budget
 
     check_card_budget(gpu_memory)
     from shadowlane.actors.cards_here import cards_here
 
-    budgets, measured = cards_here(gpu_memory, model)
-    return tuple(CardSettings(nbytes) for nbytes in budgets), None, measured
+    cards, measured = cards_here(gpu_memory, model)
+    return cards, None, measured
 
 
 def _ram(asked: str | int | None, emulated: Emulated | None) -> tuple[int, int | None]:

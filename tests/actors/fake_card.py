@@ -109,7 +109,9 @@ def fake_cards(
     drivers = [FakeDriver(**abilities) for _ in range(cards)]
 
     class Host(base):
-        def start_card(self, number: int, card: int, *, is_emulated: bool) -> Remote:
+        def start_card(
+            self, number: int, card: int, *, is_emulated: bool, uuid: str = ""
+        ) -> Remote:
             assert not is_emulated
             lane = FakeCardHost(number, card, drivers[card])
             return self.as_remote(_LocalRemote(f"gpu:{card}", lane, self._pool))

@@ -24,6 +24,11 @@ class Mortal:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Pending:
         return MortalPending(self, self._remote.call(method, *args, **kwargs))
 
+    def process_id(self) -> int:
+        if self.is_dead:
+            raise LaneDied(f"{self.name}: its process died")
+        return int(self._remote.process_id())
+
     def kill(self) -> None:
         self.is_dead = True
         self._remote.kill()

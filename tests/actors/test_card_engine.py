@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import inprocess
@@ -24,7 +26,8 @@ from tiny import tiny_tokens
 from shadowlane.actors import cards_here as here
 from shadowlane.actors import engine as engines
 from shadowlane.actors.blueprint import Options
-from shadowlane.actors.hosts import Remote
+from shadowlane.actors.card_crew import answer_of
+from shadowlane.actors.hosts import LaneDied, Remote, _LocalRemote
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.placement import Placement, Request, whole_pages
@@ -222,6 +225,19 @@ def test_a_card_that_cannot_be_opened_is_told_of_in_a_line(
         pass
 
 
+def test_who_waits_for_a_card_hears_that_it_died() -> None:
+    """A link that copies to it would wait for ever, and so would who asked for the copies."""
+    with ThreadPoolExecutor(1) as pool:
+        link = Mortal(_LocalRemote("h2d:0", Event(), pool))
+        card = Mortal(_LocalRemote("gpu:0", Event(), pool))
+        call = link.call("wait")
+        card.is_dead = True
+        with pytest.raises(LaneDied, match="gpu:0: its process died"):
+            answer_of(call, [card])
+        link.target.set()
+        assert answer_of(call, [card]) is True
+
+
 def test_a_card_that_has_no_memory_for_kernels_is_told_of_before_any_step(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,9 +267,9 @@ def test_budgets_and_rates_of_cards_that_are_here(
     weights = tmp_path / "model.gguf"
     weights.write_bytes(bytes(1 << 20))
     budgets, machine = here.cards_here("auto", weights, lambda: [found])
-    assert budgets == (driver.card_nbytes - here.HEADROOM_NBYTES,)
+    assert budgets == (CardSettings(driver.card_nbytes - here.HEADROOM_NBYTES, found.uuid),)
     assert machine.cards[0].vram_bytes_per_s > 0
-    assert here.cards_here("1GiB", weights, lambda: [found])[0] == (1 << 30,)
+    assert here.cards_here("1GiB", weights, lambda: [found])[0][0].memory == 1 << 30
     with pytest.raises(ValueError, match=r"at most the 4\.00 GiB of recording card; got 9\.00 GiB"):
         here.cards_here("9GiB", weights, lambda: [found])
     assert not any(driver.left().values()), driver.left()

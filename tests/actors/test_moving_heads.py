@@ -12,7 +12,7 @@ from cards import drawn, machine_with
 from fake_card import fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, running, small_blocks
 from mortal import end_of, hear
-from test_card_faults import MortalScripted
+from test_card_engine import MortalScripted
 from tiny import tiny_tokens
 
 from shadowlane.actors.blueprint import Options
