@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from shadowlane.actors.arena import MOVE_COUNTER, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
+from shadowlane.actors.copier import CopyError
 from shadowlane.actors.copy_choice import COURSE_NBYTES, Choice, CopyTimes, Course, choose
 from shadowlane.actors.cuda.devices import is_wsl2
+from shadowlane.actors.cuda.driver import CudaError
 from shadowlane.actors.held_heads import Heads, heads_on, num_moved
 from shadowlane.actors.hosts import LaneDied, Pending, Remote
 from shadowlane.planner.placement import Placement
@@ -19,8 +21,8 @@ PATIENCE_S = 0.5  # between two looks whether those that are needed live
 def choose_copier(number: int, card: Remote, link: Remote, layout: ArenaLayout) -> Choice:
     """Find out who copies faster to a card that is here. Before anything is loaded there.
 
-    number: among cards; card, link: its lanes, which have the arena. Raises LaneDied, and what the
-    thread failed with where the process cannot copy either.
+    number: among cards; card, link: its lanes, which have the arena. Raises LaneDied; ValueError
+    with what the thread failed with, where the process cannot copy either.
     """
     where = layout.cards[number]
     course = Course(
@@ -42,7 +44,10 @@ def choose_copier(number: int, card: Remote, link: Remote, layout: ArenaLayout) 
         times: CopyTimes = link.call("time_process", course, handle).result()
         return times
 
-    return choose(thread, process, card_nbytes=lambda: sizes[0], is_wsl2=is_wsl2())
+    try:
+        return choose(thread, process, card_nbytes=lambda: sizes[0], is_wsl2=is_wsl2())
+    except (CopyError, CudaError, TimeoutError) as error:
+        raise ValueError(f"{card.name}: nothing can be copied to it: {error}") from None
 
 
 def use_process(card: Remote, link: Remote) -> str | None:

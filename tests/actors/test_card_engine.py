@@ -197,7 +197,7 @@ def test_a_card_that_cannot_be_loaded_is_told_of_in_a_line(
     """No step has begun, so nobody else would notice that the copies have ended."""
     with fake_cards(monkeypatch) as (driver,):
         driver.failures["copy"] = "cudaErrorInvalidValue"
-        words = "h2d:0: blocks cannot be moved: copy: cudaErrorInvalidValue"
+        words = "gpu:0: nothing can be copied to it: .*copy: cudaErrorInvalidValue"
         with pytest.raises(ValueError, match=words), on_cards(model, drawn(2, 1)):
             pass
         del driver.failures["copy"]
