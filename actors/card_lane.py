@@ -256,6 +256,8 @@ class CardLane:
     def leave_cached(self, layers: Sequence[int], pages: Sequence[int]) -> None:
         """Copy what the card has cached of these layers, in these pages, to the arena."""
         cache, numbers = self._cache, np.array(pages, np.int64)
+        if not len(numbers):
+            return
 
         def work() -> None:
             places = torch.as_tensor(numbers, device=self._runtime.device)
@@ -282,8 +284,10 @@ class CardLane:
                 cache.layers.pop(layer, None)
             for each, home in heads.items():
                 cache.hold_in(*each, self._home_of(each, home))
-                ours = self._cached_in_ram(each.layer)[numbers, :, each.first : each.last]
-                cached = torch.from_numpy(ours).to(self._runtime.device)
+                if not len(numbers):
+                    continue
+                theirs = self._cached_in_ram(each.layer)[numbers, :, each.first : each.last]
+                cached = torch.from_numpy(np.ascontiguousarray(theirs)).to(self._runtime.device)
                 cache.write_pages(each.layer, places, cached)
 
         self._do_between_steps(work)
@@ -418,6 +422,8 @@ class CardLane:
             self._times.read()
             look_up_ns = SOON_NS if self._times.is_pending else LOOK_UP_NS
             status = wait_counter(steps, step + 1, abort, 0, look_up_ns)
+            if counter_value(abort):
+                return  # which ends the copies as well
             if self._copies.error is not None and status == WAIT_TIMED_OUT:
                 raise CudaError("copying", self._copies.error)
             self._stream.is_idle()  # raises what a thread of its has failed with

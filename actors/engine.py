@@ -112,7 +112,9 @@ class Engine:
         self._has_less = False  # of a card that has refused memory: that is mended once
         self._loaded_with: tuple[Profile | None, Heat | None] = None, None
         # Steps that have retired, and what the planner is told of each once its times are known.
-        self._unreported: deque[tuple[int, Callable[[BusyTimes], ev.StepRetired]]] = deque()
+        self._unreported: deque[tuple[int, Callable[[BusyTimes], ev.StepRetired]]] = deque(
+            maxlen=64
+        )
         self._routing: RoutingTap | None = None
         self._experts_read = 0  # bytes, while decode steps ran
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import inprocess
 import pytest
 from cards import drawn, machine_with
 from fake_card import fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, running, small_blocks
-from mortal import end_of, hear
-from test_card_engine import MortalScripted
+from mortal import Mortal, MortalHost, collect_after_recovery, end_of, hear
 from tiny import tiny_tokens
 
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.held_heads import Heads, heads_on, num_moved, page_nbytes
+from shadowlane.actors.hosts import Remote
 from shadowlane.actors.link_statistics import KEYS_AND_VALUES
 from shadowlane.actors.spec import CardSettings, Emulated
 from shadowlane.planner.placement import Placement
@@ -175,3 +177,36 @@ def test_heads_of_emulated_cards_take_the_time_of_their_bytes(
         assert rest == 0
         assert 1 <= pages <= 4, "of a context of 128 tokens"
     assert (spans[:, 3] - spans[:, 2] >= 0.5 * 1e9 * spans[:, 4] / rate).all()
+
+
+class MortalScripted(inprocess.ScriptedHost, MortalHost):
+    """A planner by script, and lanes that can die."""
+
+    def as_remote(self, remote: Remote) -> Remote:
+        return Mortal(remote)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_deaths_at_any_moment_while_heads_and_blocks_move_on_cards(
+    model: Path, expected: list[int], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    with (
+        fake_cards(monkeypatch, 2, base=MortalScripted),
+        over(model, seed, 2, machine=machine_with(2)) as engine,
+    ):
+        planner, now = engine.planner, engine.engine
+        assert planner is not None
+        for turn in range(1, 6):
+            again = drawn(100 * seed + turn, 2)(now.blueprint.catalog, now.request)
+            planner.script.append((20 * turn, replace(again, placement_id=turn)))
+        for _ in range(8):
+            request = engine.submit(PROMPT, max_tokens=30)
+            hear(request, draw.randrange(12))
+            name = draw.choice(["gpu:0", "gpu:1", "h2d:0", "h2d:1", "disk:0"])
+            next(each for each in now.crew.all_lanes if each.name == name).kill()
+            error = end_of(request).error
+            assert error is None or error.endswith("its process died"), error
+            collect_after_recovery(engine, PROMPT, expected[:24])
+        assert now.error is None
+        assert len(planner.announced) > 1, "plans have changed between the deaths"
