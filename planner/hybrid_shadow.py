@@ -25,6 +25,7 @@ from shadowlane.planner.hybrid_moves import Moves, moves
 from shadowlane.planner.hybrid_search import search
 
 BENDS_WINDOW = 64  # steps over which hits of experts on cards are averaged
+CHANCE_STEPS = 24  # that a plan is judged by where each step meets other experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,8 @@ class HybridShadow:
         self.plan = plan or search(self.question).plan
         self._previous: Plan | None = None
         self._before: StepMeasured | None = None  # what a step of it took, last
+        self._before_s: float | None = None  # ... on average, where steps meet other experts
+        self._usual_s: deque[float] = deque(maxlen=CHANCE_STEPS)  # such steps of the plan in force
         self._gain = self.settings.gain  # what must be promised; more after each disappointment
         self._settled: StepMeasured | None = None  # of the plan that is gone back to
         self._target: Plan | None = None  # what is being moved for
@@ -177,6 +180,7 @@ class HybridShadow:
         if step.hits is not None:
             self._bends.append(bend_of(self._model, self.plan, self._hit_rate, step.hits))
             self._bend = fmean(self._bends)
+            self._usual_s.append(self._usual(step).seconds)
         self._since_thought += 1
         if self._target is not None:
             self._to_move = max(0.0, self._to_move - step.moved_nbytes)
@@ -186,6 +190,8 @@ class HybridShadow:
         now = self._median()
         usual = self._usual(now)
         if self._previous is not None:
+            if self._is_chancy and len(self._usual_s) < CHANCE_STEPS:
+                return []
             undo = self._judge(usual)
             if undo:
                 return undo
@@ -226,6 +232,11 @@ class HybridShadow:
         }
         return replace(now, seconds=now.seconds * usual.step_s / as_hit.step_s, busy_s=busy_s)
 
+    @property
+    def _is_chancy(self) -> bool:
+        """Steps differ by what routers choose: a few of them tell little."""
+        return bool(self._usual_s)
+
     def _median(self) -> StepMeasured:
         newest = self._steps[-1]
         hits = [step.hits for step in self._steps if step.hits is not None]
@@ -257,7 +268,10 @@ class HybridShadow:
         assert previous is not None
         assert before is not None
         self._previous = None
-        if now.seconds <= before.seconds * (1.0 + self.settings.tolerance):
+        took_s, before_s = now.seconds, before.seconds * (1.0 + self.settings.tolerance)
+        if self._is_chancy and self._before_s is not None:
+            took_s, before_s = fmean(self._usual_s), self._before_s
+        if took_s <= before_s:
             return []
         self._gain *= 2.0
         self._wait = min(self.settings.max_steps_between, 2 * self._wait)
@@ -298,6 +312,7 @@ class HybridShadow:
         self._gain = self.settings.gain
         self._wait = self.settings.min_steps_between
         self._steps.clear()
+        self._usual_s.clear()
         commands: list[Command] = []
         question = self.question
         if not question.fits(self.plan):
@@ -327,8 +342,10 @@ class HybridShadow:
     def _switch(self, plan: Plan) -> list[Command]:
         if self._steps:
             self._previous, self._before = self.plan, self._usual(self._median())
+            self._before_s = fmean(self._usual_s) if self._usual_s else None
         self.plan = plan
         self._target, self._moves, self._to_move = None, None, 0.0
         self._steps.clear()
+        self._usual_s.clear()
         self._reference = None
         return [Switch(plan)]
