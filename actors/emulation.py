@@ -468,8 +468,9 @@ class _Step:
             hits = float(self._world.draw_hits(load, site.vram))
         else:
             hits = chosen * (self._world.hit_rate(site.vram) if is_decode else site.vram)
-        self.chosen += chosen
-        self.hits += hits
+        if is_decode:  # most of a chunk's rows choose everything in the end
+            self.chosen += chosen
+            self.hits += hits
         lost = (chosen - hits) * self._lost(site)
         missing = chosen - hits
         per_expert = flops / chosen

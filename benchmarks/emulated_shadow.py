@@ -42,6 +42,7 @@ from shadowlane.shapes import load_hardware, shape_model
 ROOT = Path(__file__).resolve().parent.parent
 STRETCH = 150  # steps
 SETTLED = 60  # steps of a stretch after which its pace is measured
+RECOVERED, LEAST = 0.8, 0.03  # of what could be won; of a step's time, that is worth winning
 SCENARIOS: dict[str, Conditions] = {
     "calm": CALM,
     "cores: 60 % taken": Conditions(cpu=0.4),
@@ -59,6 +60,7 @@ class Run:
     replans: int
     moved_nbytes: float
     told: tuple[Explained, ...]
+    disturbed: tuple[float, ...]  # seconds of each step while something is taken
 
 
 def stretches(state: Conditions) -> tuple[Conditions, ...]:
@@ -77,6 +79,7 @@ def run(
     total, replans, moved = 0.0, 0, 0.0
     pace: list[float] = []
     told: list[Explained] = []
+    disturbed: tuple[float, ...] = ()
     mover = Mover(world, work, plan_of(0))
     for index, now in enumerate(stretches(state)):
         is_taken = now.vram_taken_nbytes != world.state.vram_taken_nbytes
@@ -101,7 +104,22 @@ def run(
             replans += len(explained)
         total += sum(steps)
         pace.append(median(steps[SETTLED:]))
-    return Run(total, tuple(pace), replans, moved, tuple(told))
+        disturbed = tuple(steps) if index == 1 else disturbed
+    return Run(total, tuple(pace), replans, moved, tuple(told), disturbed)
+
+
+def steps_until_recovered(shadow: Run, kept: Run, known: Run) -> int | None:
+    """Disturbed steps after which so much of what could be won is won; None: never, or nothing is.
+
+    Of five steps the median counts.
+    """
+    lost_s = kept.pace[1] - known.pace[1]
+    if lost_s < LEAST * kept.pace[1]:
+        return None
+    aim_s = kept.pace[1] - RECOVERED * lost_s
+    steps = shadow.disturbed
+    found = (i for i in range(len(steps) - 4) if median(steps[i : i + 5]) <= aim_s)
+    return next(found, None)
 
 
 class Mover:
@@ -132,6 +150,14 @@ class Mover:
             left = 1.0 - measured.moved_nbytes / self._moving.nbytes
             self._moving = self._moving.part(left) if left > 1e-9 else None
         return measured.seconds
+
+
+def won_by_pace(shadow: Run, kept: Run, known: Run) -> float | None:
+    """The same part as "recovered", of the settled steps while disturbed, moves apart."""
+    lost_s = kept.pace[1] - known.pace[1]
+    if lost_s < LEAST * kept.pace[1]:
+        return None
+    return (kept.pace[1] - shadow.pace[1]) / lost_s
 
 
 def clairvoyant(world: World, question: Question) -> Plan:
@@ -200,6 +226,8 @@ def compare(
         "recovered": won / loss if loss > 0 else None,
         "over_hand": runs["by hand"].seconds / runs["shadow"].seconds - 1.0,
         "over_kept": runs["kept"].seconds / runs["shadow"].seconds - 1.0,
+        "settled": won_by_pace(runs["shadow"], runs["kept"], runs["clairvoyant"]),
+        "steps": steps_until_recovered(runs["shadow"], runs["kept"], runs["clairvoyant"]),
         "replans": runs["shadow"].replans,
         "moved_gb": runs["shadow"].moved_nbytes / 1e9,
         "pace": {name: each.pace for name, each in runs.items()},
@@ -238,16 +266,20 @@ def main() -> None:
     if asked.output == "json":
         print(json.dumps(rows, indent=1))
         return
-    heads = ("model", "machine", "scenario", "world", "kept loses", "recovered", "over kept")
-    heads += ("over by hand", "re-plans", "moved")
+    heads = ("model", "machine", "scenario", "world", "kept loses", "recovered", "once settled")
+    heads += ("steps until 80 %", "over kept", "over by hand", "re-plans", "moved")
     print(f"| {' | '.join(heads)} |")
     print("|---" * len(heads) + "|")
     for row in rows:
-        recovered = "-" if row["recovered"] is None else f"{row['recovered']:.0%}"
+        recovered, settled = (
+            "-" if row[name] is None else f"{row[name]:.0%}" for name in ("recovered", "settled")
+        )
+        steps = "-" if row["steps"] is None else row["steps"]
         print(
             f"| {row['model']} | {row['machine']} | {row['scenario']} | {row['seed']} | "
             f"{row['loss']:.0%} | "
-            f"{recovered} | {row['over_kept']:+.0%} | {row['over_hand']:+.0%} | "
+            f"{recovered} | {settled} | {steps} | "
+            f"{row['over_kept']:+.0%} | {row['over_hand']:+.0%} | "
             f"{row['replans']} | {row['moved_gb']:.1f} GB |"
         )
 

@@ -249,7 +249,25 @@ def marks(rows: list[Row]) -> list[str]:
     lines = []
     for title, works, least, figure in told:
         lines += mark(title, works, least, figure)
+    for phase, works in (("decode", decode), ("prefill", prefill)):
+        lines.append(
+            f"- {phase}, predicted less measured, median and most: "
+            + "; ".join(
+                f"{name} {off(works, strategy)}"
+                for name, strategy in (("by the file", STATIC), ("as learned", OURS))
+            )
+        )
     return lines
+
+
+def off(works: Sequence[tuple[Row, dict[str, Row], str]], strategy: str) -> str:
+    """How far speeds were predicted from how they were measured."""
+    errors = sorted(
+        abs(found[strategy]["predicted_tok_per_s"] / found[strategy]["tok_per_s"] - 1.0)
+        for _, found, _ in works
+        if strategy in found
+    )
+    return f"{errors[len(errors) // 2]:.1%}, {errors[-1]:.0%}" if errors else "-"
 
 
 def mark(

@@ -25,6 +25,8 @@ from shadowlane.planner.hybrid_moves import Migration, moves
 from shadowlane.planner.hybrid_search import search
 
 BENDS_WINDOW = 64  # steps over which hits of experts on cards are averaged
+CHANCE_STEPS = 24  # that a plan is known and judged by where each step meets other experts
+CHANCY_GAIN = 0.08  # that a plan must promise there, at least: predictions are as far off
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,8 @@ class HybridShadow:
         self.plan = plan or search(self.question).plan
         self._previous: Plan | None = None
         self._before: StepMeasured | None = None  # what a step of it took, last
+        self._before_s: float | None = None  # ... on average, where steps meet other experts
+        self._chancy: deque[StepMeasured] = deque(maxlen=CHANCE_STEPS)  # such, of the plan in force
         self._gain = self.settings.gain  # what must be promised; more after each disappointment
         self._settled: StepMeasured | None = None  # of the plan that is gone back to
         self._target: Plan | None = None  # what is being moved for
@@ -177,6 +181,7 @@ class HybridShadow:
         if step.hits is not None:
             self._bends.append(bend_of(self._model, self.plan, self._hit_rate, step.hits))
             self._bend = fmean(self._bends)
+            self._chancy.append(step)
         self._since_thought += 1
         if self._target is not None:
             self._to_move = max(0.0, self._to_move - step.moved_nbytes)
@@ -184,9 +189,11 @@ class HybridShadow:
         if len(self._steps) < self.settings.window:
             return []
         now = self._median()
-        usual = self._usual(now)
+        is_first = self._reference is None
+        if (is_first or self._previous is not None) and 0 < len(self._chancy) < CHANCE_STEPS:
+            return []
         if self._previous is not None:
-            undo = self._judge(usual)
+            undo = self._judge(now)
             if undo:
                 return undo
         if self._settled is not None:  # back again: nothing has been learned that was not known
@@ -194,12 +201,12 @@ class HybridShadow:
         is_first = self._reference is None
         if is_first:
             self._learn(now, is_fresh=True)
-            self._reference = usual
-        elif not self._has_drifted(usual) or self._since_thought < self._wait:
+            self._reference = self._usual(now)
+        elif not self._has_drifted(now) or self._since_thought < self._wait:
             return []
         else:
             self._learn(now, is_fresh=False)
-            self._reference = usual
+            self._reference = self._usual(now)
             self._gain, self._wait = self.settings.gain, self.settings.min_steps_between
         return self._think("first steps measured" if is_first else "measured steps have drifted")
 
@@ -226,6 +233,12 @@ class HybridShadow:
         }
         return replace(now, seconds=now.seconds * usual.step_s / as_hit.step_s, busy_s=busy_s)
 
+    def _average_s(self) -> float:
+        """Of a step of the plan in force, had it hit experts as often as all before it."""
+        seconds = fmean(step.seconds for step in self._chancy)
+        hits = fmean(step.hits or 0.0 for step in self._chancy)
+        return self._usual(replace(self._chancy[-1], seconds=seconds, hits=hits)).seconds
+
     def _median(self) -> StepMeasured:
         newest = self._steps[-1]
         hits = [step.hits for step in self._steps if step.hits is not None]
@@ -244,6 +257,12 @@ class HybridShadow:
 
     def _has_drifted(self, now: StepMeasured) -> bool:
         assert self._reference is not None
+        if not self._is_beyond(now):
+            return False
+        return now.hits is None or self._is_beyond(self._usual(now))
+
+    def _is_beyond(self, now: StepMeasured) -> bool:
+        assert self._reference is not None
         if abs(now.seconds / self._reference.seconds - 1.0) >= self.settings.drift:
             return True
         return any(
@@ -257,7 +276,11 @@ class HybridShadow:
         assert previous is not None
         assert before is not None
         self._previous = None
-        if now.seconds <= before.seconds * (1.0 + self.settings.tolerance):
+        took_s, before_s = now.seconds, before.seconds * (1.0 + self.settings.tolerance)
+        if self._before_s is not None:
+            took_s = self._average_s()
+            before_s = self._before_s * (1.0 - self.settings.tolerance)
+        if took_s <= before_s:
             return []
         self._gain *= 2.0
         self._wait = min(self.settings.max_steps_between, 2 * self._wait)
@@ -270,12 +293,13 @@ class HybridShadow:
         self._since_thought = 0
         question = self.question
         staying_s = question.answer(self.plan).seconds
+        asked = max(self._gain, CHANCY_GAIN) if self._bends else self._gain
         for is_near in (True, False):  # what is near is found in a twentieth of the time
             found = replan(question, self.plan) if is_near else search(question)
             if found is None:
                 continue
             needed = moves(question, self.plan, found.plan)
-            if self._gain_of(found.seconds, staying_s, needed) >= self._gain:
+            if self._gain_of(found.seconds, staying_s, needed) >= asked:
                 return self._go(found.plan, why, staying_s, found.seconds, needed)
         self._wait = min(
             self.settings.max_steps_between, round(self._wait * self.settings.patience)
@@ -298,6 +322,7 @@ class HybridShadow:
         self._gain = self.settings.gain
         self._wait = self.settings.min_steps_between
         self._steps.clear()
+        self._chancy.clear()
         commands: list[Command] = []
         question = self.question
         if not question.fits(self.plan):
@@ -332,8 +357,10 @@ class HybridShadow:
     def _switch(self, plan: Plan) -> list[Command]:
         if self._steps:
             self._previous, self._before = self.plan, self._usual(self._median())
+            self._before_s = self._average_s() if self._chancy else None
         self.plan = plan
         self._target, self._moves, self._to_move = None, None, 0.0
         self._steps.clear()
+        self._chancy.clear()
         self._reference = None
         return [Switch(plan)]
