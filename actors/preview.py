@@ -15,7 +15,7 @@ from shadowlane.actors.spec import ServiceSpec
 from shadowlane.ops.files import open_model
 from shadowlane.ops.tokenizer import load_tokenizer
 from shadowlane.paths import cache_dir
-from shadowlane.planner.card_planner import first_over_cards
+from shadowlane.planner.card_planner import check_over_cards, first_over_cards
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report
 from shadowlane.planner.explain_cards import card_report
@@ -44,6 +44,17 @@ def preview(spec: ServiceSpec) -> dict[str, Any]:
     report["model"] = str(spec.root)
     report["dtype"] = blueprint.dtype
     return report
+
+
+def check_plan(spec: ServiceSpec) -> None:
+    """Raise what `preview` would, sooner: the best plan over cards is for the engine to find."""
+    blueprint, profile = _read(spec)
+    check_routing(blueprint, spec.settings)
+    request = request_of(spec.options, spec.settings)
+    if request.cards:
+        check_over_cards(blueprint.catalog, request)
+    else:
+        place(blueprint.catalog, request, CostModel(profile))
 
 
 def routed_plan(spec: ServiceSpec) -> tuple[RoutedModel, Placement, CostModel]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from shadowlane.planner import events as ev
@@ -16,7 +17,7 @@ from shadowlane.planner.card_placement import place_on_cards
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.context import DEFAULT_CONTEXT
 from shadowlane.planner.following import Following
-from shadowlane.planner.hand_placement import plan_by_hand
+from shadowlane.planner.hand_placement import OF_ONE, plan_by_hand
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Plan, Prompts, Work, known_hits, model_of
 from shadowlane.planner.hybrid_layouts import Question, TooLarge
@@ -366,6 +367,17 @@ def first_over_cards(catalog: Catalog, request: Request) -> Placement:
     (command,) = CardPlanner(catalog, request).handle(ev.EngineStarted())
     assert isinstance(command, ev.PublishPlacement)
     return command.placement
+
+
+def check_over_cards(catalog: Catalog, request: Request) -> None:
+    """Raises what `first_over_cards` would; searches only where nothing simple fits."""
+    question = question_over_cards(catalog, request)
+    plan = OF_ONE["cpu"](question)
+    if request.strategy == OURS and plan is not None and question.fits(plan):
+        with suppress(ValueError):
+            place_on_cards(catalog, plan, request, question)
+            return
+    first_over_cards(catalog, request)
 
 
 def question_over_cards(catalog: Catalog, request: Request) -> Question:

@@ -321,9 +321,9 @@ class LLM:
 
 def check_spec(spec: ServiceSpec) -> None:
     """Refuse what cannot run before anything is started. Reads headers and the tokenizer."""
-    from shadowlane.actors.preview import check_tokenizer, preview
+    from shadowlane.actors.preview import check_plan, check_tokenizer
 
-    preview(spec)
+    check_plan(spec)
     check_tokenizer(spec)
 
 

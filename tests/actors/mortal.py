@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from inprocess import PATIENCE_S, InProcess
+from inprocess import PATIENCE_S, InProcess, ScriptedHost
 
 from shadowlane.actors.hosts import LaneDied, Pending, Remote, ThreadHost
 from shadowlane.actors.sequence import Output
@@ -64,6 +64,13 @@ class MortalHost(ThreadHost):
 
     def start_link(self, *args: Any) -> Remote:
         return Mortal(super().start_link(*args))
+
+
+class MortalScripted(ScriptedHost, MortalHost):
+    """A planner by script, and lanes that can die, those of cards too."""
+
+    def as_remote(self, remote: Remote) -> Remote:
+        return Mortal(remote)
 
 
 def hear(request: RunningSequence, count: int) -> None:

@@ -12,14 +12,13 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import inprocess
 import numpy as np
 import pytest
 import torch
 from cards import drawn, machine_with
 from fake_card import FakeDriver, FakeRuntime, fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, collect, running, small_blocks
-from mortal import Mortal, MortalHost, end_of, hear
+from mortal import Mortal, MortalScripted, end_of, hear
 from recording_memory import MAPPED
 from tiny import tiny_tokens
 
@@ -27,7 +26,7 @@ from shadowlane.actors import cards_here as here
 from shadowlane.actors import engine as engines
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.card_crew import answer_of
-from shadowlane.actors.hosts import LaneDied, Remote, _LocalRemote
+from shadowlane.actors.hosts import LaneDied, _LocalRemote
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.placement import Placement, Request, whole_pages
@@ -35,13 +34,6 @@ from shadowlane.planner.placement import Placement, Request, whole_pages
 OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 TOLERANCE = 2e-4  # float32, in another order of addition
-
-
-class MortalScripted(inprocess.ScriptedHost, MortalHost):
-    """A planner by script, and lanes that can die."""
-
-    def as_remote(self, remote: Remote) -> Remote:
-        return Mortal(remote)
 
 
 @pytest.fixture(scope="module", autouse=True)

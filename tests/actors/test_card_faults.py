@@ -11,7 +11,7 @@ import inprocess
 import pytest
 from cards import drawn, machine_with
 from inprocess import AMPLE, ONE_THREAD, InProcess, running
-from mortal import MortalHost, collect_after_recovery, end_of, hear
+from mortal import MortalScripted, collect_after_recovery, end_of, hear
 from test_card_experts import on_cards
 from test_experts_run import MANY
 from tiny import tiny_tokens
@@ -22,10 +22,6 @@ from shadowlane.actors.spec import CardSettings, Emulated
 OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 CARDS = 2
-
-
-class MortalScripted(inprocess.ScriptedHost, MortalHost):
-    """A planner by script, and lanes that can die."""
 
 
 pytestmark = pytest.mark.usefixtures("blocks_of_a_page")

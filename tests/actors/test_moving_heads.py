@@ -8,17 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import inprocess
 import pytest
 from cards import drawn, machine_with
 from fake_card import fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, running, small_blocks
-from mortal import Mortal, MortalHost, collect_after_recovery, end_of, hear
+from mortal import MortalScripted, collect_after_recovery, end_of, hear
 from tiny import tiny_tokens
 
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.held_heads import Heads, heads_on, num_moved, page_nbytes
-from shadowlane.actors.hosts import Remote
 from shadowlane.actors.link_statistics import KEYS_AND_VALUES
 from shadowlane.actors.spec import CardSettings, Emulated
 from shadowlane.planner.placement import Placement
@@ -177,13 +175,6 @@ def test_heads_of_emulated_cards_take_the_time_of_their_bytes(
         assert rest == 0
         assert 1 <= pages <= 4, "of a context of 128 tokens"
     assert (spans[:, 3] - spans[:, 2] >= 0.5 * 1e9 * spans[:, 4] / rate).all()
-
-
-class MortalScripted(inprocess.ScriptedHost, MortalHost):
-    """A planner by script, and lanes that can die."""
-
-    def as_remote(self, remote: Remote) -> Remote:
-        return Mortal(remote)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shadowlane.planner import events as ev
-from shadowlane.planner.card_planner import CardPlanner, first_over_cards
+from shadowlane.planner.card_planner import CardPlanner, check_over_cards, first_over_cards
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.hybrid import Work, model_of
@@ -21,7 +21,7 @@ from shadowlane.planner.program import build_programs
 from shadowlane.planner.synthetic import llama_catalog, mixture_catalog
 from shadowlane.planner.validate import validate
 
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CARD = Card("a card", 8e9, 0.0, 400e9, 20e12, 12e9, 12e9, 5e-6, 2e-5)
 LLAMA = llama_catalog(layers=4)
 MIXTURE = mixture_catalog(layers=3)
@@ -207,6 +207,23 @@ def test_one_pattern_may_match_more_than_its_home_holds() -> None:
     homes = homes_of(GROUPS, {".": "gpu:0"}, 1, ("embed", "router"))
     assert set(homes) == {name for name, kind in GROUPS if kind != "embed"}
     assert "0.attn" not in homes_of(GROUPS, {"^0": "disk"}, 1)
+
+
+@few
+@given(pinnings(), st.sampled_from([0.02, 0.1, 0.7]), st.sampled_from([3 << 20, 1 << 30]))
+def test_what_can_be_planned_is_told_without_a_search(
+    pinning: tuple[dict[str, str], int], part: float, ram: int
+) -> None:
+    pins, cards = pinning
+    asked = replace(request(LLAMA, pins, cards=cards, part=part), ram=ram)
+    told = []
+    for ask in (first_over_cards, check_over_cards):
+        try:
+            ask(LLAMA, asked)
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+    assert told[0] == told[1]
 
 
 def test_pins_that_do_not_fit_are_named_with_the_sum() -> None:

@@ -22,6 +22,7 @@ EPILOG = options.epilog(
     "shadowlane chat",
     "shadowlane chat smollm2 --ram 128MiB --temp 0.7",
     "shadowlane chat org/name --ctx-size 4096",
+    "shadowlane chat smollm2 --hardware examples/hardware/rtx-3060-laptop-6gb.yaml --gpu-layers 12",
 )
 
 HELP = """\

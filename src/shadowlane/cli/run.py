@@ -21,6 +21,7 @@ EPILOG = options.epilog(
     'shadowlane run smollm2 --ram 128MiB -p "Why is the sky blue?"',
     "shadowlane run ./my-model --raw -f story.txt --max-tokens 200 --temp 0.8 --seed 7",
     'echo "Name three rivers." | shadowlane run --json | jq .decode_tok_per_s',
+    "shadowlane run -p Hello --hardware examples/hardware/two-rtx-3090.yaml --pin attn=gpu:1",
 )
 
 _NO_PROMPT = "a prompt is needed: -p TEXT, -f FILE, or text on standard input"
