@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import inprocess
 import pytest
 from cards import drawn, machine_with
 from fake_card import FakeDriver, fake_cards
 from inprocess import AMPLE, ONE_THREAD, running, small_blocks
-from mortal import Mortal, MortalHost, end_of, hear
+from mortal import MortalScripted, end_of, hear
 from tiny import tiny_tokens
 
 from shadowlane.actors import transfer_lane
@@ -19,19 +18,11 @@ from shadowlane.actors.blueprint import Options
 from shadowlane.actors.copier import Copier
 from shadowlane.actors.copy_choice import CopyTimes
 from shadowlane.actors.copy_ring import RingCopier
-from shadowlane.actors.hosts import Remote
 from shadowlane.actors.link_statistics import TRIAL
 from shadowlane.actors.spec import CardSettings
 
 OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
-
-
-class MortalScripted(inprocess.ScriptedHost, MortalHost):
-    """A planner by script, and lanes that can die."""
-
-    def as_remote(self, remote: Remote) -> Remote:
-        return Mortal(remote)
 
 
 @pytest.fixture(scope="module", autouse=True)
