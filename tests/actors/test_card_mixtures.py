@@ -211,7 +211,9 @@ def test_moving_experts_while_tokens_are_made(
                 break
         assert [placement for placement, _ in planner.announced] == [0, 2, 3]
         (part,), (there,) = now.placement.cards, now.crew.card_homes
-        assert set(there.offsets) == set(now.blueprint.on_card(part))
+        assert {each for each in there.offsets if isinstance(each, int)} == set(
+            now.blueprint.on_card(part)
+        )
         kinds = lane_of(engine)._graphs._graphs  # type: ignore[union-attr]
         assert {kind.placement_id for kind in kinds} == {3}, "graphs go with their placement"
 
