@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from card_layouts import needs_interpreter
-from cards import drawn, machine_with
+from cards import cut_points, drawn, machine_with
 from fake_card import FakeRuntime, fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running, small_blocks
 from mixture_files import write_published_gpt_oss
@@ -32,7 +33,7 @@ from shadowlane.actors.card_program import CardInstruction, CounterWait
 from shadowlane.actors.exchange import Crossings
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.placement import Placement, Request
+from shadowlane.planner.placement import Placement, Request, Share
 from shadowlane.planner.search import SPARE_EXPERTS
 
 OPTIONS = Options(context=128, prefill_chunk=24)
@@ -248,48 +249,67 @@ def test_the_planner_fills_a_card_with_experts(
         assert engine.engine.gauges.expert_use().on_cards > 0
 
 
-@pytest.mark.parametrize("family", ["llama2", "llama2-tied"])
+@pytest.mark.parametrize(
+    ("family", "cards"), [("llama2", 1), ("llama2-tied", 1), ("llama2-tied", 2)]
+)
 def test_embeddings_on_a_card(
-    tiny_model: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., Path], family: str, cards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processors that attend find the angles of positions, too. Tied: gathered from the disk."""
+    """Processors that attend find the angles of positions, too.
+
+    Tied: it is the head's table. Where another card has half of that, rows are gathered from disk.
+    """
     model = tiny_model(family)
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         tokens, logits = engine.generate(PROMPT), engine.logits(PROMPT)
 
     def first(catalog: Catalog, request: Request) -> Placement:
-        placement = drawn(4, 1, embeds=True)(catalog, request)
-        head = catalog.group("lm_head").blocks
-        if family == "llama2-tied":  # all of the head on the card, and nothing of it in RAM
-            shares = {
-                phase: {**of_phase, "lm_head": (head_share,)}
-                for phase, of_phase in (
-                    ("shares", placement.shares),
-                    ("prefill_shares", placement.prefill_shares),
-                )
-                for head_share in [
-                    replace_lane(of_phase["lm_head"][0], catalog.group("lm_head").units)
-                ]
-            }
-            (part,) = placement.cards
-            part = replace(
-                part,
-                resident=tuple(sorted({*part.resident, *head})),
-                decode_sweep=tuple(b for b in part.decode_sweep if b not in head),
-                prefill_sweep=tuple(b for b in part.prefill_sweep if b not in head),
-            )
-            kept = tuple(k and b not in head for b, k in enumerate(placement.resident))
-            placement = replace(placement, **shares, cards=(part,), resident=kept)
-        return placement
+        placement = drawn(10, cards, embeds=True)(catalog, request)
+        return placement if family == "llama2" else with_head_on_cards(catalog, placement)
 
-    with fake_cards(monkeypatch), on_cards(model, first) as engine:
-        assert any(each.kind == "attn" for each in engine.engine.catalog.groups)
+    with fake_cards(monkeypatch, cards), on_cards(model, first, cards) as engine:
+        shares = engine.engine.placement.shares
+        assert any(
+            share.lane == "cpu:0" for name in shares if "attn" in name for share in shares[name]
+        )
         assert engine.generate(PROMPT) == tokens
         assert np.abs(engine.logits(PROMPT) - logits).max() <= TOLERANCE
+        program = lane_of(engine)._programs[engine.engine.placement.placement_id, "decode"]
+        (embed,) = [each for each in program.instructions if each.group == "embed"]
+        assert bool(embed.resident) == (cards == 1)
 
 
-def replace_lane(share: Any, units: int) -> Any:
-    return share._replace(lane="gpu:0", first_unit=0, last_unit=units)
+def with_head_on_cards(catalog: Catalog, placement: Placement) -> Placement:
+    """An equal part of the head on each card, and nothing of it in RAM."""
+    head = catalog.group("lm_head")
+    points = cut_points(catalog, head)
+    ends = [points[len(points) * n // len(placement.cards)] for n in range(len(placement.cards))]
+    bounds = list(pairwise([*ends, head.units]))
+    share = {
+        "lm_head": tuple(
+            Share(part.lane, *bound) for part, bound in zip(placement.cards, bounds, strict=True)
+        )
+    }
+    parts = []
+    for part, (begin, end) in zip(placement.cards, bounds, strict=True):
+        here = {n for n in head.blocks if begin <= catalog.blocks[n].first_unit < end}
+        resident = (set(part.resident) - set(head.blocks)) | here
+        parts.append(
+            replace(
+                part,
+                resident=tuple(sorted(resident)),
+                decode_sweep=tuple(n for n in part.decode_sweep if n not in head.blocks),
+                prefill_sweep=tuple(n for n in part.prefill_sweep if n not in head.blocks),
+            )
+        )
+    kept = enumerate(placement.resident)
+    return replace(
+        placement,
+        shares={**placement.shares, **share},
+        prefill_shares={**placement.shares_of("prefill"), **share},
+        cards=tuple(parts),
+        resident=tuple(is_kept and n not in head.blocks for n, is_kept in kept),
+    )
 
 
 def test_decode_steps_are_replayed_in_pieces(
