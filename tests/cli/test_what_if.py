@@ -174,7 +174,16 @@ def test_a_model_that_is_here_is_planned_by_its_headers(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--groups",), "--groups must be left out with --hardware, which takes --ram"),
+        (("--groups",), "MODEL must be one that is here with --groups or a layout by hand"),
+        (("--gpu-layers", "3"), "llama-2-7b is known by its shape alone"),
+        (("--export", "llama.cpp", "--groups"), "--export needs to be without --groups"),
+        (("--pin", "down"), "--pin must be REGEX=HOME, such as experts=cpu; got 'down'"),
+        (("--pin", "[=cpu"), "--pin must be regular expressions; got '['"),
+        (("--pin", "down=vram"), "--pin must name gpu:0, gpu:1, ..., cpu or disk; got 'vram'"),
+        (("--pin", "x=cpu", "--pin", "x=disk"), "--pin must agree: 'x' is on cpu and on disk"),
+        (("--pin", "nowhere=cpu"), "pin 'nowhere' must match a group"),
+        (("--pin", "down=gpu:1"), "pin 'down' must name a card in use (gpu:0); got gpu:1"),
+        (("--gpu-memory", "512MiB", "--pin", "down=gpu:0"), "budget is 512.0 MiB, short by"),
         (("--cpu-threads", "2"), "--cpu-threads must be left out"),
         (("--cpu-workers", "1"), "--cpu-workers must be left out"),
         (("--dtype", "float16"), "--dtype must be left out"),
