@@ -239,7 +239,7 @@ def test_a_card_that_has_no_memory_for_kernels_is_told_of_before_any_step(
     monkeypatch.setattr(FakeRuntime, "launch", launch)
     with (
         fake_cards(monkeypatch),
-        pytest.raises(MemoryError, match="gpu:0: out of memory of a step beside .* are free"),
+        pytest.raises(MemoryError, match=r"gpu:0: out of memory of a step beside .* are free"),
         on_cards(model, drawn(0, 1)),
     ):
         pass
