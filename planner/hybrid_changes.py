@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from shadowlane.planner.hybrid import NOTHING, Model, Plan, stage_nbytes
+from shadowlane.planner.hybrid import NOTHING, Model, Plan, all_kv_nbytes, stage_nbytes
 from shadowlane.planner.hybrid_layouts import (
     Answer,
     Question,
@@ -132,8 +132,8 @@ def _groups_brought(model: Model, vram: Sequence[float], part: float) -> list[fl
 def shrunk(question: Question, spread: Spread, *, brings: bool = True) -> Spread:
     """The same parts less what has to go for cards to have room.
 
-    Experts first, of all layers alike, since not every token reads them; then from the end. brings:
-    room for a stage, too.
+    Experts first, of all layers alike, since not every token reads them; then weights from the end,
+    and last keys and values. brings: room for a stage, too.
     """
     loads, wholes = question.model.loads, question.model.wholes
     vram = _without_experts(question, spread, brings)
@@ -153,6 +153,14 @@ def shrunk(question: Question, spread: Spread, *, brings: bool = True) -> Spread
         vram[index] -= given
         for card, part in enumerate(spread.over[index]):
             left[card] += load.whole_nbytes * given * part
+    kvs = all_kv_nbytes(question.model, question.work)
+    for index in range(len(vram) - 1, -1, -1):
+        over = spread.over[index]
+        is_short = any(part and have < 0.0 for have, part in zip(left, over, strict=True))
+        if loads[index].kind == "attn" and vram[index] and is_short:
+            for card, part in enumerate(over):
+                left[card] += kvs[index] * vram[index] * part
+            vram[index] = 0.0
     return spread
 
 

@@ -97,3 +97,21 @@ def test_a_plan_that_is_changed_while_running_still_serves_prompts() -> None:
     shadow.handle(MemoryTaken(1.5e9))
     assert shadow.question.prompts == BOTH.prompts
     assert any(site.brought_prefill > 0.5 for site in shadow.plan.sites)
+
+
+def test_keys_and_values_make_room_for_what_prompts_bring() -> None:
+    """Those of all layers fill the card: with some fewer there, all weights can come to it."""
+    loads: list[Load] = []
+    for layer in range(20):
+        loads.append(Load(f"{layer}.qkv", "qkv", layer, 4e8, 1.6e9))
+        loads.append(
+            Load(f"{layer}.attn", "attn", layer, 0.0, 32768.0, kv_nbytes_per_token=16384.0)
+        )
+    card = replace(CARD, vram_nbytes=1e9 + 20 * 16384.0 * 16384)
+    work = Work("prefill", rows=2048, context=8192, max_context=16384)
+    model = replace(MODEL, loads=tuple(loads))
+    question = Question(model, replace(MACHINE, cards=(card,)), work)
+    plan = search(question).plan
+    on_card = [site.vram for load, site in zip(loads, plan.sites, strict=True) if not load.nbytes]
+    assert 0.8 <= sum(on_card) / 20 < 1.0
+    assert question.fits(plan)
