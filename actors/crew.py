@@ -103,9 +103,10 @@ class Crew:
         settings: EngineSettings,
         blueprint: Blueprint,
         files: ModelFiles,
-        pages_in_use: Callable[[], Sequence[int]],
+        pages_in_use: Callable[[int, int], Sequence[int]],
     ) -> None:
-        """pages_in_use: of the KV cache, those that hold anything; asked between steps."""
+        """pages_in_use: of the KV cache, those that hold anything, by the tokens of a page and the
+        pages of a sequence; asked between steps."""
         self._pages_in_use = pages_in_use
         self.lanes = lanes_of(settings)
         self._host = host
@@ -375,7 +376,8 @@ class Crew:
         """Make `placement` the one that the next step runs under. Between steps only."""
         keeps_ring = not is_first and self.placement.sweep == placement.sweep
         changes = [] if is_first else changes_of_heads(self._blueprint, self.placement, placement)
-        pages = self._pages_in_use() if changes else ()
+        page_tokens, max_pages = self._blueprint.catalog.page_tokens, self._layout.max_pages
+        pages = self._pages_in_use(page_tokens, max_pages) if changes else ()
         wait_between_steps([self._leave_cached(each, pages) for each in changes])
         self._start_sweep(placement, keeps_ring)
         self.placement = placement

@@ -91,10 +91,11 @@ class Engine:
         self._trace = check_routing(self.blueprint, settings)
         self.catalog = self.blueprint.catalog  # with what is known of the use of experts
         self.options, self.settings = options, settings
-        self.crew = Crew(host, settings, self.blueprint, self.files, self._pages_in_use)
+        self.batch = Batch(options, self.blueprint.few_rows)
+        pages_in_use = self.batch.pages_in_use
+        self.crew = Crew(host, settings, self.blueprint, self.files, pages_in_use)
         self.lanes = self.crew.lanes
         self.request = request_of(options, settings)
-        self.batch = Batch(options, self.blueprint.few_rows)
         self.shadow = ShadowLink(host, self.blueprint.catalog, self.request, self.crew, settings)
         self.arena: Arena | None = None
         self.emulator: Emulator | None = None
@@ -529,9 +530,6 @@ class Engine:
         if self._rope_cache is None:
             self._rope_cache = inv_freq(rope, length)
         return self._rope_cache
-
-    def _pages_in_use(self) -> list[int]:
-        return self.batch.pages_in_use(self.blueprint.catalog.page_tokens, self.layout.max_pages)
 
     # -- lanes that fail
 

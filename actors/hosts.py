@@ -22,7 +22,9 @@ from shadowlane.planner.shadow import PlannerState
 if TYPE_CHECKING:  # a process imports what its lane needs, and nothing before it must
     from shadowlane.actors.arena import ArenaHandle, ArenaLayout
     from shadowlane.actors.blueprint import Blueprint
+    from shadowlane.actors.copy_choice import CopyTimes, Course
     from shadowlane.actors.cuda.driver import Driver
+    from shadowlane.actors.cuda.memory import CardMemoryHandle
     from shadowlane.actors.cuda.runtime import CardRuntime
 
 
@@ -200,8 +202,16 @@ class TransferLaneHost:
     def open(self, blueprint: Blueprint, layout: ArenaLayout, handle: ArenaHandle) -> None:
         from shadowlane.actors.transfer_lane import TransferLane
 
-        where = (self._card, blueprint, layout, handle)
-        self._lane = TransferLane(*where, self._span, self.make_driver)
+        self._lane = TransferLane(self._card, blueprint, layout, handle, self._span)
+
+    def time_process(self, course: Course, handle: CardMemoryHandle) -> CopyTimes:
+        """How fast this process copies to a card. Raises CudaError where it cannot."""
+        times: CopyTimes = self._lane.time_process(course, handle, self.make_driver(handle.uuid))
+        return times
+
+    def use_process(self, handle: CardMemoryHandle) -> None:
+        """This process copies from now on. Raises CudaError where it cannot."""
+        self._lane.use_process(handle, self.make_driver(handle.uuid))
 
     def make_driver(self, uuid: str) -> Driver:
         """For copies by this process, which is to see this card. Raises CudaError."""

@@ -74,11 +74,8 @@ class TransferLane:
         layout: ArenaLayout,
         handle: ArenaHandle,
         span: Span | None = None,
-        make_driver: Callable[[str], Driver] | None = None,
     ) -> None:
-        """make_driver: for copies by this process, with the uuid of the card that it has to see."""
         self.card = card
-        self._make_driver = make_driver
         self._sizes = blueprint.held_nbytes
         self._layout = layout
         self._where = layout.cards[card]
@@ -110,9 +107,9 @@ class TransferLane:
         finally:
             self._copy_by(self._to_thread)  # which counts on from here
 
-    def time_process(self, course: Course, handle: CardMemoryHandle) -> CopyTimes:
+    def time_process(self, course: Course, handle: CardMemoryHandle, driver: Driver) -> CopyTimes:
         """How fast this process does. Raises CudaError where it cannot get at the card."""
-        own = self._open_card(handle, (course.source, course.nbytes))
+        own = self._open_card(handle, driver, (course.source, course.nbytes))
         try:
             return time_copies(own, self._arena, course)
         finally:
@@ -120,22 +117,22 @@ class TransferLane:
             self._statistics[IS_OPEN] = 0
             self._copy_by(self._to_thread)
 
-    def use_process(self, handle: CardMemoryHandle) -> None:
+    def use_process(self, handle: CardMemoryHandle, driver: Driver) -> None:
         """This process copies from now on. Raises CudaError where it cannot get at the card."""
-        self._own = self._open_card(handle, self._layout.pinned_weights)
+        self._own = self._open_card(handle, driver, self._layout.pinned_weights)
         self._copy_by(self._own)
 
-    def _open_card(self, handle: CardMemoryHandle, weights: tuple[int, int]) -> CardCopier:
+    def _open_card(
+        self, handle: CardMemoryHandle, driver: Driver, weights: tuple[int, int]
+    ) -> CardCopier:
         """weights: offset and bytes of what is to be copied."""
         from shadowlane.actors.card_clock import LinkTimes
         from shadowlane.actors.card_copier import CardCopier, Regions
 
-        assert self._make_driver is not None, "of cards that are here"
         layout = self._layout
         # Those of the card's own lane are in use; nobody moves anything meanwhile.
         words = layout.counter(TRY_COUNTER + 2 * self.card)
         regions = Regions(layout.pinned, weights, layout.abort, words)
-        driver = self._make_driver(handle.uuid)
         self._statistics[IS_OPEN] = 1
         try:
             return CardCopier(

@@ -112,7 +112,7 @@ def test_heads_move_while_nothing_is_cached(
         fake_cards(monkeypatch),
         over(model, 10, 1, machine=machine_with(1)) as engine,
     ):
-        monkeypatch.setattr(engine.engine.crew, "_pages_in_use", list)
+        monkeypatch.setattr(engine.engine.crew, "_pages_in_use", lambda *sizes: [])
         engine.generate(PROMPT, max_tokens=1)  # so that nothing of it is needed any more
         planner, now = engine.planner, engine.engine
         assert planner is not None
