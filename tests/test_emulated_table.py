@@ -27,6 +27,7 @@ def kept(**more: Any) -> dict[str, Any]:
             "phase": phase,
             "context": context,
             "tok_per_s": speed,
+            "predicted_tok_per_s": speed,
             "path_bound": 20.0,
             "balance": 1.9 if phase == "prefill" else None,
         }
