@@ -92,8 +92,7 @@ class Blueprint:
 
         layer: counted among those that have experts.
         """
-        assert self.catalog.experts is not None, "only mixtures have routed experts"
-        return len(self.sources) + layer * self.catalog.experts.per_layer + expert
+        return self.catalog.expert_number(layer, expert)
 
     def on_card(self, part: CardPart) -> list[int]:
         """The numbers of all that lives on a card under a placement: blocks, then experts."""

@@ -103,6 +103,8 @@ def compile_program(
     card = _Card(blueprint, placement, placement.cards[number], homes, memory)
     stream = placement.stream_of(lane, phase)
     places = {block: place for place, block in enumerate(stream.sweep)}
+    if any(map(blueprint.catalog.is_expert, places)):
+        raise ValueError(f"routed experts must live on {lane} or stay in RAM; some are brought")
     crossing = crossings(blueprint.config, blueprint.groups, programs, lane)
     awaited = _awaited(programs, lane)
     catalog = {group.name: group for group in blueprint.catalog.groups}

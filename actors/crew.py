@@ -124,6 +124,8 @@ class Crew:
         self._choices: dict[int, Choice]  # who copies to each card that is here
         self._moving: Moves | None  # under way
         self._held: dict[int, list[int]]  # placement -> experts in RAM that left cards for it
+        # placement -> arena offsets of the experts that it brings: they keep their slots
+        self._sources: dict[int, dict[int, int]]
         self._landing: Pending | None  # the newest call that uses the landing place
         self._forget()
         self._heat: Heat | None = None
@@ -233,6 +235,7 @@ class Crew:
         now = self.placement.placement_id
         self._published = {key: each for key, each in self._published.items() if key >= now}
         for published in list(self._published.values()):
+            self._keep_sources(published.placement)
             for answer in self.publish(published.placement):
                 answer.pending.result()
         self._start_sweep(self.placement, keeps_ring=False)
@@ -284,14 +287,14 @@ class Crew:
         self._opened = []
         self._landing = None
         self._choices = {}
-        self._moving, self._held = None, {}
+        self._moving, self._held, self._sources = None, {}, {}
 
     def _forget_holds(self) -> None:
         """The disk lane begins anew and gives all slots of experts away as it likes.
 
         So nothing may be on its way to one any more, nor count on one. The abort word ends copies.
         """
-        self._held = {}
+        self._held, self._sources = {}, {}
         if self._moving is not None:
             for each in self._moving.pending:
                 with suppress(Exception):  # told to who waits for it
@@ -328,8 +331,9 @@ class Crew:
                 calls.append((lane, (programs, held, heads)))
             else:
                 calls.append((lane, (self._of_lane(programs, lane), held)))
+        sources = homes | self._sources.get(placement.placement_id, {})
         for lane in self.links:
-            calls.append((lane, (programs, homes)))
+            calls.append((lane, (programs, sources)))
         answers = [
             Acknowledgement(
                 lane.name, placement.placement_id, lane.call("adopt", placement, *arguments)
@@ -360,6 +364,7 @@ class Crew:
         """Forget a placement that no step will use again, and what was moved for it alone."""
         self._published.pop(placement_id, None)
         self._release_experts(placement_id)
+        self._release_sources(placement_id)
         for lane in [*self.computing, *self.links]:
             lane.call("retire", placement_id)
         kept = [each.placement for each in self._published.values()]
@@ -391,6 +396,30 @@ class Crew:
         """Those that left cards for a placement may lose their slots as any others."""
         first = len(self._blueprint.sources)
         ExpertMoves(first).release(self.disk_lane, self._held.pop(placement_id, []))
+
+    def _keep_sources(self, placement: Placement) -> bool:
+        """Let the experts that a placement brings keep their slots. False: some have none."""
+        brought = self._brought_experts(placement)
+        if not brought:
+            return True
+        first = len(self._blueprint.sources)
+        keys = [number - first for number in brought]
+        kept = self.disk_lane.call("keep_experts_in_place", keys).result()
+        if kept:
+            held = {first + key: at for key, at in kept.items()}
+            self._sources[placement.placement_id] = held
+        return bool(kept)
+
+    def _release_sources(self, placement_id: int) -> None:
+        """What a placement brought may lose its slots: no step runs under it any more."""
+        first = len(self._blueprint.sources)
+        numbers = list(self._sources.pop(placement_id, {}))
+        ExpertMoves(first).release(self.disk_lane, numbers)
+
+    def _brought_experts(self, placement: Placement) -> list[int]:
+        """The routed experts that come to cards for prompts, by their numbers."""
+        first = len(self._blueprint.sources)
+        return [n for part in placement.cards for n in part.prefill_sweep if n >= first]
 
     def _leave_cached(self, change: ChangeOfHeads, pages: Sequence[int]) -> Pending:
         """Of a card that is emulated, the time of all that moves; its bytes stay."""
@@ -499,7 +528,9 @@ class Crew:
             policy = self._settings.expert_policy
             self.disk_lane.call("keep_experts", heat, policy).result()
             self._leave_to_cards(placement)
-            jobs.append(("load_experts", ()))
+            first = len(self._blueprint.sources)
+            keys = [number - first for number in self._brought_experts(placement)]
+            jobs.append(("load_experts", (keys,)))
             total += placement.expert_slots * self._blueprint.experts.catalog.nbytes
         for method, arguments in jobs:
             loading = self.disk_lane.call(method, *arguments)
@@ -511,6 +542,8 @@ class Crew:
                 except TimeoutError:
                     continue
             loading.result()
+        if not self._keep_sources(placement):
+            raise RuntimeError("experts that are brought to cards must have slots in RAM")
         tell("loading weights", 1.0)
 
     def choose_copiers(self) -> list[str]:
@@ -677,6 +710,9 @@ class Crew:
             if not moves.is_withdrawn:
                 kept = moves.experts.settle(self.disk_lane, is_there=True)
                 self._held[moves.placement.placement_id] = kept
+                if not self._keep_sources(moves.placement):
+                    moves.why = "experts that are to be brought to cards have no slots in RAM"
+                    self._release_experts(moves.placement.placement_id)
         except LaneDied:
             self.abandon(moves)
             raise
@@ -684,7 +720,7 @@ class Crew:
             moves.why = str(error)
             self.abandon(moves)
         else:
-            if moves.is_withdrawn:  # now that nothing writes there any more
+            if moves.is_withdrawn or moves.why is not None:  # now that nothing writes there
                 self.abandon(moves)
             else:
                 self._arriving.remove(moves.placement)
@@ -762,6 +798,11 @@ class Crew:
             )
         for part, there in zip(placement.cards, self._layout.cards, strict=True):
             brings = part.decode_sweep or part.prefill_sweep
+            if brings and part.slot_nbytes > there.slot_nbytes:
+                return (
+                    f"a slot of {part.lane} has {there.slot_nbytes} bytes, laid out at the start; "
+                    f"{part.slot_nbytes} are wanted"
+                )
             if brings and part.num_slots != there.num_slots:
                 return (
                     f"the ring of {part.lane} has {there.num_slots} slots, laid out at the start; "

@@ -215,8 +215,11 @@ class DiskLane:
         assert self._experts is not None, "a dense model has no experts"
         self._experts.begin(heat, policy)
 
-    def load_experts(self) -> None:
-        """Fill the free slots of a mixture's experts. Raises like `load`."""
+    def load_experts(self, first: Sequence[int] = ()) -> None:
+        """Fill the free slots of a mixture's experts, before all others with `first`.
+
+        Raises like `load`.
+        """
         experts = self._experts
         assert experts is not None, "a dense model has no experts to load"
         first_span = len(self._blueprint.sources)
@@ -229,7 +232,9 @@ class DiskLane:
                 experts.loaded(key, home)
                 self._statistics[LOAD_NBYTES] += nbytes
 
-        self._load_all([partial(load_expert, *each) for each in all_extents(experts.first_reads())])
+        self._load_all(
+            [partial(load_expert, *each) for each in all_extents(experts.first_reads(first))]
+        )
 
     def leave_to_cards(self, keys: Sequence[int]) -> None:
         """These experts of a mixture live on cards from now on: they need no slot in RAM."""
@@ -240,6 +245,11 @@ class DiskLane:
         """See `ExpertReader.hold`."""
         assert self._experts is not None, "a dense model has no experts"
         return self._experts.hold(keys)
+
+    def keep_experts_in_place(self, keys: Sequence[int]) -> dict[int, int]:
+        """See `ExpertReader.keep_in_place`."""
+        assert self._experts is not None, "a dense model has no experts"
+        return self._experts.keep_in_place(keys)
 
     def make_room(self, keys: Sequence[int]) -> dict[int, int]:
         """See `ExpertReader.make_room`."""

@@ -32,6 +32,7 @@ from shadowlane.planner.chooser import Chooser
 from shadowlane.planner.experts import MIXTURE, POLICIES, ExpertCache, policy_named
 from shadowlane.planner.heat import Heat
 from shadowlane.planner.look_ahead import LookAhead, LookAheadSettings
+from shadowlane.planner.search import most_kept
 
 if TYPE_CHECKING:
     from shadowlane.actors.disk_lane import ModelFile
@@ -107,6 +108,7 @@ class ExpertReader:
         self._read_arranged = read_arranged
         self._is_arranged = blueprint.experts.buffer_nbytes > 0
         self._model = blueprint.fingerprint
+        self._most_pinned = most_kept(catalog, self._num_slots)
         self._top_k, self._shape = catalog.top_k, (catalog.num_layers, catalog.per_layer)
         self._words = arena.view(layout.scratch["expert_words"], np.int64, len(self._sources))
         self._numbers = arena.view(layout.route_numbers, np.int64, t.ROUTE_WORDS)
@@ -216,8 +218,22 @@ class ExpertReader:
 
         No more than half of the slots: what routes miss needs some, too.
         """
+        return self._hold(keys, self._num_slots // 2)
+
+    def keep_in_place(self, keys: Sequence[int]) -> dict[int, int]:
+        """As `hold`, of what a placement has brought to cards out of these slots.
+
+        They may be all but so many as any step needs, and all where each has a slot. {}, and
+        nothing held: some have no slot, or there would be too few others.
+        """
+        held = self._hold(keys, self._most_pinned)
+        if len(held) == len(keys):
+            return held
+        self.release(list(held))
+        return {}
+
+    def _hold(self, keys: Sequence[int], most: int) -> dict[int, int]:
         slots = np.zeros(len(keys), np.int64)
-        most = self._num_slots // 2
         boards.hold_slots(self._base, self._geometry, self._board, _keys(keys), most, slots)
         return self._homes_of(keys, slots)
 
@@ -231,7 +247,8 @@ class ExpertReader:
         is_useless = self._is_elsewhere.copy()
         is_useless[list(keys)] = False
         useless = np.flatnonzero(is_useless)
-        boards.reserve_slots(self._base, self._geometry, self._board, _keys(keys), useless, slots)
+        place = self._base, self._geometry, self._board
+        boards.reserve_slots(*place, _keys(keys), useless, self._most_pinned, slots)
         return self._homes_of(keys, slots)
 
     def settle(self, keys: Sequence[int], is_there: bool) -> None:
@@ -247,10 +264,10 @@ class ExpertReader:
 
     # -- the start
 
-    def first_reads(self) -> Iterator[tuple[int, ExpertSource, int]]:
-        """(key, source, arena offset) of what fills the free slots at the start."""
-        order = self._cache.wanted(self._is_elsewhere)
-        wanted = [int(key) for key in order if not self._words[key] & SLOT_MASK]
+    def first_reads(self, first: Sequence[int] = ()) -> Iterator[tuple[int, ExpertSource, int]]:
+        """(key, source, arena offset) of what fills the free slots at the start: first `first`."""
+        order = dict.fromkeys((*first, *map(int, self._cache.wanted(self._is_elsewhere))))
+        wanted = [key for key in order if not self._words[key] & SLOT_MASK]
         for key, slot in zip(wanted, self._free_slots(), strict=False):
             yield key, self._sources[key], self._home(slot)
 
@@ -339,7 +356,7 @@ class ExpertReader:
         boards.look_at_slots(self._base, self._geometry, self._board, words, is_held)
         with self._lock:
             self._cache.hold(is_held)
-            may_go = words & SLOT_MASK != 0
+            may_go = (words & SLOT_MASK != 0) & (self._board.holds == 0)
             keys, lists = self._cache.victims(NUM_VICTIMS, may_go, self._is_elsewhere)
         boards.set_victims(self._board, keys, words, lists)
 

@@ -35,7 +35,7 @@ from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.table import LoweredProgram
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Phase
-from shadowlane.planner.program import ComputeInstruction, Program
+from shadowlane.planner.program import ComputeInstruction, Program, units_of_experts
 
 PIECES_LEFT_PER_WORKER = 2  # a decode item is this part of what is left: even half a core keeps up
 MIN_CHUNK_NBYTES = 32 << 10
@@ -248,7 +248,7 @@ def lower(
     ).reshape(-1, t.BLOCK_COLUMNS)
     by_name = {group.name: number for number, group in enumerate(blueprint.groups)}
     items: list[tuple[int, ...]] = []
-    tables = _expert_tables(blueprint, placement, homes, items)
+    tables = _expert_tables(blueprint, placement, homes, items, phase)
     instructions = np.full((len(program.instructions), t.INSTRUCTION_COLUMNS), -1, np.int64)
     for ordinal, instruction in enumerate(program.instructions):
         assert isinstance(instruction, ComputeInstruction)
@@ -278,7 +278,12 @@ def lower(
             grouped = config.num_heads // config.num_kv_heads
             row[t.HEAD_SPLITS] = grouped if row[t.ITEM_COUNT] % num_workers else 1
         elif kind == "experts":
-            row[t.ITEM_START], row[t.ITEM_COUNT], row[t.TILE_START], row[t.TILE_COUNT] = 0, 0, 0, 0
+            row[t.ITEM_START], row[t.ITEM_COUNT], row[t.TILE_START] = 0, 0, len(items)
+            if layout.card_of(placement.number_of(program.lane)) is not None:
+                layer = int(row[t.SPARSE_LAYER])
+                units = units_of_experts(blueprint.catalog, placement, phase, program.lane, layer)
+                items.extend(_expert_tiles(blueprint, layer, instruction, units, homes, ordinals))
+            row[t.TILE_COUNT] = len(items) - row[t.TILE_START]
             row[t.EXPERT_CHUNKS] = _expert_chunks(blueprint, row[t.SPARSE_LAYER], num_workers)
         else:
             row[t.ITEM_START] = len(items)
@@ -304,8 +309,9 @@ def _expert_tables(
     placement: Placement,
     homes: Mapping[int, int],
     items: list[tuple[int, ...]],
+    phase: Phase,
 ) -> dict[int, int]:
-    """Append, for each sparse layer of which experts live on cards, an item for each expert.
+    """Append, for each sparse layer of which cards compute experts, an item for each expert.
 
     Returns where each layer's begin.
     """
@@ -313,11 +319,12 @@ def _expert_tables(
     found: dict[int, int] = {}
     if experts is None:
         return found
+    brought = [blueprint.catalog.experts_in(part.stream(phase).sweep) for part in placement.cards]
     for layer in range(experts.num_layers):
         card_of = {
             expert: card
             for card, part in enumerate(placement.cards)
-            for expert in part.experts_of(layer)
+            for expert in (*part.experts_of(layer), *brought[card][layer])
         }
         if not card_of:
             continue
@@ -327,6 +334,27 @@ def _expert_tables(
             columns = {t.CARD: card_of.get(expert, -1), t.CARD_HOME: homes.get(number, -1)}
             items.append(tuple(columns.get(column, -1) for column in range(t.ITEM_COLUMNS)))
     return found
+
+
+def _expert_tiles(
+    blueprint: Blueprint,
+    layer: int,
+    instruction: ComputeInstruction,
+    units: Mapping[int, int],
+    homes: Mapping[int, int],
+    ordinals: Mapping[int, int],
+) -> list[tuple[int, ...]]:
+    """Prefill items of a card: the experts of an instruction. units: of all that the card has."""
+    tiles = []
+    for number, unit in units.items():
+        if instruction.first_unit <= unit < instruction.last_unit:
+            columns = {
+                t.EXPERT: number - blueprint.expert_number(layer, 0),
+                t.EXPERT_HOME: homes.get(number, -1),
+                t.EXPERT_ORDINAL: ordinals.get(number, -1),
+            }
+            tiles.append(tuple(columns.get(column, -1) for column in range(t.ITEM_COLUMNS)))
+    return tiles
 
 
 def _weigh(

@@ -32,6 +32,7 @@ def request_of(options: Options, settings: EngineSettings) -> Request:
         cards=tuple(card.memory for card in settings.cards),
         strategy=settings.strategy,
         strategy_layers=settings.strategy_layers,
+        brings_experts=settings.emulated is not None,
         replan=settings.replan,
         headroom=settings.headroom,
         pins=dict(settings.pins),

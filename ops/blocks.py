@@ -38,18 +38,29 @@ def block_address(base: int, geometry: Any, block: Any, record: int) -> int:
     """Where a block's weights are: at home, or in the ring slot of this step's sweep."""
     if block[t.OFFSET] >= 0:
         return base + block[t.OFFSET]
-    ordinal = record_i64(record, geometry[t.SWEEP_BASE]) + block[t.SWEEP_ORDINAL]
-    slot = ordinal % geometry[t.NUM_SLOTS]
-    return base + geometry[t.RING] + slot * geometry[t.SLOT_NBYTES] + block[t.SKEW]
+    return slot_address(base, geometry, block[t.SWEEP_ORDINAL], record) + block[t.SKEW]
+
+
+@njit
+def slot_address(base: int, geometry: Any, place: int, record: int) -> int:
+    """The ring slot of what comes at a place of this step's sweep."""
+    slot = (record_i64(record, geometry[t.SWEEP_BASE]) + place) % geometry[t.NUM_SLOTS]
+    return base + geometry[t.RING] + slot * geometry[t.SLOT_NBYTES]
 
 
 @njit
 def wait_block(base: int, geometry: Any, block: Any, record: int) -> int:
     """Wait until a streamed block has arrived. Returns the ns waited, -1 if aborted."""
-    if block[t.SWEEP_ORDINAL] < 0:
+    return wait_brought(base, geometry, block[t.SWEEP_ORDINAL], record)
+
+
+@njit
+def wait_brought(base: int, geometry: Any, place: int, record: int) -> int:
+    """`wait_block` for a place of the sweep; less than 0: it is not brought."""
+    if place < 0:
         return 0
     counter = counter_at(base, geometry, geometry[t.BRINGS_COUNTER])
-    wanted = record_i64(record, geometry[t.SWEEP_BASE]) + block[t.SWEEP_ORDINAL] + 1
+    wanted = record_i64(record, geometry[t.SWEEP_BASE]) + place + 1
     if reached(load32(counter), np.int32(wanted)):
         return 0
     started = now_ns()

@@ -21,7 +21,7 @@ from shadowlane.ops.atomics import (
     read_i64,
     wait_counter,
 )
-from shadowlane.ops.blocks import call_operator
+from shadowlane.ops.blocks import call_operator, slot_address, wait_brought
 from shadowlane.ops.chunk_kernels import activate_tile, expand_tile
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.expert_walk import (
@@ -33,7 +33,6 @@ from shadowlane.ops.expert_walk import (
     expert_home,
     finish_expert,
     half_item,
-    listed_places,
     matrix_at,
     wait_joined,
     wait_ready,
@@ -80,11 +79,11 @@ def ready_rows(
 
 
 @njit
-def count_chunk_items(geometry: Any, num_rows: int) -> int:
+def count_chunk_items(geometry: Any, row: Any, num_rows: int) -> int:
     """Items of an EXPERTS instruction in a prefill step: experts first, then sums, if they are
     this lane's."""
     if geometry[t.THIS_CARD] >= 0:
-        return geometry[t.NUM_EXPERTS]
+        return max(1, row[t.TILE_COUNT])
     return geometry[t.NUM_EXPERTS] - (-num_rows // SUM_ROWS)
 
 
@@ -356,20 +355,33 @@ def expert_chunk_item(
         layout = geometry[t.COMPUTE_LAYOUT]
         add_experts(base, geometry, row, layout, outputs, middle, last, skipped)
         return DONE, 0
-    first, last = listed_places(geometry, row, route)
-    item += first
-    if item >= last:
+    is_card = geometry[t.THIS_CARD] >= 0
+    if item >= (row[t.TILE_COUNT] if is_card else read_i64(route + 8 * t.NUM_CHOSEN)):
         return DONE, 0
-    waited = wait_ready(base, geometry, route, item)
-    if waited < 0:
-        return ABORTED, 0
-    expert = read_i32(route + geometry[t.ROUTE_ORDER] + 4 * item)
+    tile = row[t.TILE_START] + item  # of a card
+    if is_card:
+        expert = items[tile, t.EXPERT]
+    else:
+        expert = int(read_i32(route + geometry[t.ROUTE_ORDER] + 4 * item))
     starts = route + geometry[t.ROUTE_STARTS] + 4 * expert
     begin, end = read_i32(starts), read_i32(starts + 4)
+    if is_card and (is_void or begin == end):
+        return DONE, 0
+    if is_card:
+        waited = wait_brought(base, geometry, items[tile, t.EXPERT_ORDINAL], record)
+    else:
+        waited = wait_ready(base, geometry, route, item)
+    if waited < 0:
+        return ABORTED, 0
     if is_void:
         finish_expert(base, geometry, route, row[t.SPARSE_LAYER], expert)
         return DONE, waited
-    home = expert_home(base, geometry, row, items, expert)
+    if not is_card:
+        home = expert_home(base, geometry, row, items, expert)
+    elif items[tile, t.EXPERT_ORDINAL] >= 0:
+        home = slot_address(base, geometry, items[tile, t.EXPERT_ORDINAL], record)
+    else:
+        home = base + items[tile, t.EXPERT_HOME]
     middle = begin
     while middle < end:
         pair = read_i32(route + geometry[t.ROUTE_PAIRS] + 4 * middle)

@@ -107,7 +107,7 @@ def count_items(geometry: Any, row: Any, num_rows: int, num_prefill: int, togeth
         parts = count_parts(num_prefill, together) if _has_few_heads(geometry, row) else 1
         return row[t.ITEM_COUNT] * parts
     if row[t.KIND] == t.EXPERTS:
-        return count_chunk_items(geometry, num_rows)
+        return count_chunk_items(geometry, row, num_rows)
     return max(1, row[t.TILE_COUNT])
 
 
@@ -471,6 +471,8 @@ def walk_chunk(
                 if outcome != DONE:
                     return FAILED
                 waited += late
+                if late > 0 and geometry[t.THIS_CARD] >= 0:
+                    late_ns = now_ns()
             elif is_tiled and not is_void:
                 item = items[row[t.TILE_START] + taken]
                 late = wait_blocks(base, geometry, row, item, blocks, record)
@@ -495,7 +497,7 @@ def walk_chunk(
                 misses = False
                 if kind == t.ROUTER and load64(record + 8 * t.IS_VOID) == 0:
                     misses = route(base, geometry, row, items, step, num_rows, 0)
-                start = hold(base, geometry, row, record, start, late_ns)
+                start = hold(base, geometry, row, items, record, start, late_ns)
                 retire(base, geometry, row, record)
                 if misses:
                     call_disk_lane(base, geometry)

@@ -27,7 +27,6 @@ from shadowlane.ops.atomics import (
     write_f64,
 )
 from shadowlane.ops.compiled import njit
-from shadowlane.ops.expert_walk import listed_places
 from shadowlane.ops.routes import route_at
 
 # the law of one lane, float64
@@ -148,20 +147,29 @@ def tokens_attended(geometry: Any, record: int, window: int) -> tuple[int, int]:
 
 
 @njit
-def count_experts(base: int, geometry: Any, row: Any) -> tuple[int, int]:
-    """(experts that this lane computes in a layer, rows that go to them) in this step."""
+def count_experts(base: int, geometry: Any, row: Any, items: Any) -> tuple[int, int]:
+    """(experts that an instruction computes, rows that go to them) in this step."""
     route = route_at(base, geometry, row[t.SPARSE_LAYER])
-    first, last = listed_places(geometry, row, route)
-    pairs = 0
-    for place in range(first, last):
-        expert = read_i32(route + geometry[t.ROUTE_ORDER] + 4 * place)
+    listed = read_i64(route + 8 * t.NUM_CHOSEN)
+    if geometry[t.THIS_CARD] >= 0:
+        listed = row[t.TILE_COUNT]
+    chosen, pairs = 0, 0
+    for place in range(listed):
+        if geometry[t.THIS_CARD] >= 0:
+            expert = items[row[t.TILE_START] + place, t.EXPERT]
+        else:
+            expert = np.int64(read_i32(route + geometry[t.ROUTE_ORDER] + 4 * place))
         starts = route + geometry[t.ROUTE_STARTS] + 4 * expert
-        pairs += read_i32(starts + 4) - read_i32(starts)
-    return last - first, pairs
+        count = read_i32(starts + 4) - read_i32(starts)
+        chosen += count > 0
+        pairs += count
+    return chosen, pairs
 
 
 @njit
-def work_s(base: int, geometry: Any, row: Any, record: int, law: int, loads: int) -> float:
+def work_s(
+    base: int, geometry: Any, row: Any, items: Any, record: int, law: int, loads: int
+) -> float:
     """Emulated seconds of one instruction, launches apart, without scatter."""
     rows = read_i64(record + 8 * t.NUM_DECODE) + read_i64(record + 8 * t.NUM_PREFILL)
     if row[t.KIND] == t.LM_HEAD:
@@ -173,7 +181,7 @@ def work_s(base: int, geometry: Any, row: Any, record: int, law: int, loads: int
         nbytes = float(row[t.READS_KV]) * read
         flops = float(row[t.FLOPS]) * attended
     elif row[t.KIND] == t.EXPERTS:
-        chosen, pairs = count_experts(base, geometry, row)
+        chosen, pairs = count_experts(base, geometry, row, items)
         nbytes *= chosen
         flops = float(row[t.FLOPS]) * pairs
     reading = bent_s(nbytes, memory_rate(law, loads), law_f64(law, SMALL_NBYTES))
@@ -203,7 +211,9 @@ def joined_ns(geometry: Any, row: Any, law: int) -> int:
 
 
 @njit
-def hold(base: int, geometry: Any, row: Any, record: int, ready_ns: int, late_ns: int) -> int:
+def hold(
+    base: int, geometry: Any, row: Any, items: Any, record: int, ready_ns: int, late_ns: int
+) -> int:
     """Wait until an instruction would have ended that could begin at `ready_ns`.
 
     late_ns: when the last of its streamed weights came, 0: they were all there. Returns when its
@@ -218,7 +228,7 @@ def hold(base: int, geometry: Any, row: Any, record: int, ready_ns: int, late_ns
     seed = int(law_f64(law, SEED))
     slowed = law_f64(law, SLOWED) * 1e9
     jitter = law_f64(law, JITTER)
-    working = work_s(base, geometry, row, record, law, loads)
+    working = work_s(base, geometry, row, items, record, law, loads)
     working *= scatter(jitter, seed, step, number)
     launches = law_f64(law, FIRST_LAUNCHES if row[t.IS_FIRST] != 0 else OTHER_LAUNCHES)
     working += launches * law_f64(law, LAUNCH_S)

@@ -321,7 +321,7 @@ def hold_slots(base: int, geometry: Any, board: Any, keys: Any, most: int, slots
     lock(state_at(board, MUTEX))
     held = 0
     for key in range(len(board.holds)):
-        held += 1 if board.holds[key] != 0 else 0
+        held += 1 if board.holds[key] != 0 or board.reserved[key] != 0 else 0
     for place in range(len(keys)):
         key = keys[place]
         slots[place] = (load64(word_at(base, geometry, 0, key)) & SLOT_MASK) - 1
@@ -348,20 +348,22 @@ def release_slots(base: int, geometry: Any, board: Any, keys: Any) -> None:
 
 @njit
 def reserve_slots(
-    base: int, geometry: Any, board: Any, keys: Any, useless: Any, slots: Any
+    base: int, geometry: Any, board: Any, keys: Any, useless: Any, most: int, slots: Any
 ) -> None:
     """A slot for each expert that has none: a free one, or that of a `useless` expert.
 
     Nobody may ask for these experts before `settle_slots`. slots: [len(keys)], -1: it has one
-    already, or there was none.
+    already, or there was none. most: slots that may be held or waiting at a time.
     """
     lock(state_at(board, MUTEX))
-    next_useless = 0
+    next_useless, pinned = 0, 0
+    for key in range(len(board.holds)):
+        pinned += 1 if board.holds[key] != 0 or board.reserved[key] != 0 else 0
     for place in range(len(keys)):
         key, slot = keys[place], -1
         slots[place] = -1
         is_there = load64(word_at(base, geometry, 0, key)) & SLOT_MASK != 0
-        if is_there or board.flights[key] != 0 or board.reserved[key] != 0:
+        if is_there or board.flights[key] != 0 or board.reserved[key] != 0 or pinned >= most:
             continue
         if board.state[NUM_FREE] > 0:
             board.state[NUM_FREE] -= 1
@@ -377,6 +379,7 @@ def reserve_slots(
                 slot = (held & SLOT_MASK) - 1
         if slot >= 0:
             board.reserved[key] = board.flights[key] = slot + 1
+            pinned += 1
         slots[place] = slot
     unlock(state_at(board, MUTEX))
 

@@ -100,6 +100,11 @@ ITEM_COLUMNS: Final = 5
 CARD: Final = 0  # the number of its card, -1: it lives on none
 CARD_HOME: Final = 1  # where it lies in this card's memory, as in a slot; -1: not this lane's
 
+# ... of EXPERTS on a card, prefill items: one for each expert that the instruction computes
+EXPERT: Final = 0
+EXPERT_HOME: Final = 1  # where it lies in the card's memory, as in a slot; -1: it is brought
+EXPERT_ORDINAL: Final = 2  # its place in the sweep; -1: it lives there
+
 # blocks[b, ...]
 OFFSET: Final = 0  # in the arena, of the first byte of the weights; -1: streamed
 SWEEP_ORDINAL: Final = 1  # place in the sweep; -1: resident

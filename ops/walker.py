@@ -407,7 +407,7 @@ def walk(
                         return 1
                     outputs = base + geometry[t.EXPERT_OUTPUT]
                     add_experts(base, geometry, row, LAYOUT_F32, outputs, 0, num_rows, 0)
-                start = hold(base, geometry, row, record, start, late_ns)
+                start = hold(base, geometry, row, items, record, start, late_ns)
                 retire(base, geometry, row, record)
                 if misses:
                     call_disk_lane(base, geometry)

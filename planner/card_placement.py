@@ -30,7 +30,13 @@ from shadowlane.planner.placement import (
     whole_pages,
 )
 from shadowlane.planner.plan_of import plan_of
-from shadowlane.planner.search import RING_NBYTES, RING_PART, RING_SLOTS, least_slots
+from shadowlane.planner.search import (
+    RING_NBYTES,
+    RING_PART,
+    RING_SLOTS,
+    least_slots,
+    most_kept,
+)
 from shadowlane.planner.sections import Carry
 
 SCALES = 1 << 16  # of what RAM holds, where it cannot hold all that is wanted
@@ -89,6 +95,9 @@ def place_on_cards(
     elif expert_slots is None:  # what is left is for experts that leave the cards one day
         expert_slots = min(experts.total, (room - kept) // expert_nbytes)
     experts_nbytes = expert_slots * expert_nbytes
+    if experts is not None:
+        draft.bring_experts_at_most(most_kept(experts, expert_slots))
+        parts = draft.card_parts()
     in_memory = min(experts.total, expert_slots + experts.total - needed) if experts else 0
     processor = request.lanes[0].name
     shares, prefill_shares = draft.shares(processor, "decode"), draft.shares(processor, "prefill")

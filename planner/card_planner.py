@@ -40,7 +40,7 @@ from shadowlane.planner.placement import InfeasiblePlan, Placement, Request, sho
 from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.ram_watch import RamWatch
 from shadowlane.planner.search import later_slots
-from shadowlane.planner.stages import first_stage
+from shadowlane.planner.stages import first_stage, with_experts
 from shadowlane.planner.trial import Option, Settings
 
 STORY_ENTRIES = 12
@@ -223,11 +223,7 @@ class CardPlanner:
         gain = (1.0 - meanwhile / steps) * (1.0 - seconds / staying_s)
         if gain < self._shadow.settings.gain:
             return []
-        cards = tuple(
-            replace(part, experts=experts)
-            for part, experts in zip(active.cards, proposal.cards, strict=True)
-        )
-        placement = replace(active, cards=cards)
+        placement = with_experts(self.catalog, active, proposal.cards)
         stage = first_stage(self.catalog, active, placement)
         self._after = None if stage is None else placement
         self._following.is_exchanged = True
@@ -384,7 +380,7 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
     """For decode, and a part of a chunk of a prompt for every token of an answer."""
     assert request.machine is not None, "cards are planned for on a machine that is described"
     model = pinned(
-        model_of(catalog, catalog.model, is_ours=True),
+        model_of(catalog, catalog.model, is_ours=True, brings_experts=request.brings_experts),
         catalog_homes(catalog, request.pins, len(request.cards)),
     )
     context = min(request.context or DEFAULT_CONTEXT, model.max_context)

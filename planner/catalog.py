@@ -7,6 +7,7 @@ whoever read the file; no plan changes them, so no plan changes a token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,7 +32,8 @@ class Group:
     layer: int | None
     layout: str  # of its largest part; "" where there are no weights
     # shares are given in these: 16 output rows each, or one KV head of `attn`; of `experts` one of
-    # them, those on cards first, and at last the sum of what all of them gave (`expert_units`)
+    # them, first those on cards, then those that come to cards, and at last the sum of what all of
+    # them gave (`expert_units`)
     units: int
     cols: int  # inputs of each output row; 0 where there are no weights
     blocks: tuple[int, ...]  # indices into Catalog.blocks as consumed: by rising first_unit
@@ -119,6 +121,35 @@ class Catalog:
     def sparse_groups(self) -> tuple[Group, ...]:
         """The groups of routed experts, one for each layer that has some."""
         return tuple(group for group in self.groups if group.kind == "experts")
+
+    def expert_number(self, layer: int, expert: int) -> int:
+        """How a routed expert is counted where blocks and experts are meant: behind all blocks.
+
+        layer: counted among those that have experts.
+        """
+        assert self.experts is not None, "only mixtures have routed experts"
+        return len(self.blocks) + layer * self.experts.per_layer + expert
+
+    def is_expert(self, number: int) -> bool:
+        return number >= len(self.blocks)
+
+    def experts_in(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """By layer, the routed experts among what is counted so, in the order given."""
+        if self.experts is None:
+            return ()
+        found: list[list[int]] = [[] for _ in range(self.experts.num_layers)]
+        for number in numbers:
+            if self.is_expert(number):
+                layer, expert = divmod(number - len(self.blocks), self.experts.per_layer)
+                found[layer].append(expert)
+        return tuple(map(tuple, found))
+
+    def held_nbytes(self, number: int) -> int:
+        """What a block, or behind all blocks a routed expert, takes up."""
+        if not self.is_expert(number):
+            return self.blocks[number].held_nbytes
+        assert self.experts is not None, "only mixtures have routed experts"
+        return self.experts.slot_nbytes
 
     def group(self, name: str) -> Group:
         for group in self.groups:

@@ -25,6 +25,8 @@ from shadowlane.planner.sections import (
     until_each,
 )
 
+RING_PART = 4  # of a card, that a ring may be where experts come
+
 
 class Draft:
     """Sections change as rooms are found too small: first those of cards, then those of RAM."""
@@ -51,11 +53,23 @@ class Draft:
         self.cuts = [cuts_of(catalog, group) for group in catalog.groups]
         attns = sum(1 for group in catalog.groups if group.kind == "attn")
         self._kv_of_layer = Fraction(kv_nbytes, max(1, attns))
+        comes = any(load.comes for load in question.model.loads)
+        self._slot_nbytes = [_slot_nbytes(catalog, budget, comes) for budget in budgets]
         self._most_slots = [
-            max(MIN_SLOTS, min(int(stage_nbytes(card)), budget) // catalog.slot_nbytes)
-            for card, budget in zip(question.machine.cards, budgets, strict=True)
+            max(MIN_SLOTS, min(int(stage_nbytes(card)), budget) // slot)
+            for card, budget, slot in zip(
+                question.machine.cards, budgets, self._slot_nbytes, strict=True
+            )
         ]
-        self._able = [MIN_SLOTS * catalog.slot_nbytes <= budget for budget in budgets]
+        self._able = [
+            MIN_SLOTS * slot <= budget
+            for slot, budget in zip(self._slot_nbytes, budgets, strict=True)
+        ]
+        expert = catalog.experts.slot_nbytes if catalog.experts else 0
+        self._takes_experts = [
+            can and expert <= slot for can, slot in zip(self._able, self._slot_nbytes, strict=True)
+        ]
+        self._most_experts: int | None = None  # that may be brought
         self._sites = self._sites_of(plan, question)
         if any(self.wanted_on_disk(index) for index in range(len(self._sites))):
             self.bring_alike()
@@ -79,8 +93,10 @@ class Draft:
                 site = Site(0.0, site.ram, over=())
             elif len(site.over) != count:
                 raise ValueError(f"{group.name} must be shared by {count} cards; got {site.over}")
-            if group.kind in ("attn", "experts"):  # what a router chose would come too late
+            if group.kind == "attn":
                 site = replace(site, brought=0.0, brought_prefill=0.0)
+            if group.kind == "experts":  # what a router chose would come too late
+                site = replace(site, brought=0.0)
             found.append(site)
         return found
 
@@ -119,7 +135,8 @@ class Draft:
     def _brought(self, phase: Phase) -> list[list[int]]:
         """Per group, the ends of what is brought to each card; the first begins where RAM does."""
         carry = Carry()
-        found: list[list[int]] = []
+        ends: list[int] = []  # of what comes to any card
+        untils: list[list[float]] = []
         for (group, cuts, own), site in zip(self.groups(), self._sites, strict=True):
             first, end = own.on_cards, own.on_cards
             part = site.brought_in(phase)
@@ -127,23 +144,55 @@ class Draft:
             if part > 0.0:
                 sums = shared_as(cuts, own, site.over)
                 over = [later - sooner for sooner, later in pairwise((0.0, *sums))]
-                until = until_each(over, self._able)
+                is_routed = group.kind == "experts"
+                until = until_each(over, self._takes_experts if is_routed else self._able)
             if until:
                 before = cuts.nbytes[first]
                 wanted = before + part * (cuts.total - before)
-                end = carry.round(group.kind, cuts, wanted, first, own.ram)
-            found.append(parted(cuts, first, end, until) if until else [first] * len(self.cards))
-        return found
+                most = own.ram - (group.kind == "experts")  # whose sum is the processor's
+                end = carry.round(group.kind, cuts, wanted, first, most)
+            ends.append(end)
+            untils.append(until)
+        if self._most_experts is not None:
+            self._bring_fewer(ends, self._most_experts)
+        return [
+            parted(cuts, own.on_cards, end, until) if until else [own.on_cards] * len(self.cards)
+            for (_, cuts, own), end, until in zip(self.groups(), ends, untils, strict=True)
+        ]
+
+    def _bring_fewer(self, ends: list[int], most: int) -> None:
+        """No more than so many experts, of all layers the same part."""
+        routed = [
+            (index, own.on_cards)
+            for index, (group, _, own) in enumerate(self.groups())
+            if group.kind == "experts"
+        ]
+        total = sum(ends[index] - first for index, first in routed)
+        if total > most:
+            for index, first in routed:
+                ends[index] = first + (ends[index] - first) * most // total
+
+    def bring_experts_at_most(self, count: int) -> None:
+        """So many can keep their slots in RAM while others are read there."""
+        self._most_experts = count
 
     def _sweeps(self, phase: Phase) -> list[list[int]]:
-        """Per card, the blocks that come over its link, in the order of their use."""
+        """Per card, what comes over its link, in the order of its use."""
         sweeps: list[list[int]] = [[] for _ in self.cards]
         brought = self._brought(phase)
+        layer = -1  # counted among those that have experts
         for (group, cuts, own), ends in zip(self.groups(), brought, strict=True):
             start = own.on_cards
+            counts: list[int] = []
             for card, end in enumerate(ends):
                 sweeps[card] += group.blocks[cuts.blocks[start] : cuts.blocks[end]]
+                counts.append(end - start)
                 start = end
+            if group.kind == "experts" and self.catalog.experts is not None:
+                layer += 1
+                others = self.catalog.experts.ranked(layer)[own.on_cards :]
+                for card, come in enumerate(dealt(others, counts)):
+                    sweeps[card] += [self.catalog.expert_number(layer, each) for each in come]
         return sweeps
 
     def _slots(self) -> list[int]:
@@ -165,7 +214,7 @@ class Draft:
             slots = self._slots()
             again = False
             for card, budget in enumerate(self.budgets):
-                room = budget - slots[card] * self.catalog.slot_nbytes
+                room = budget - slots[card] * self._slot_nbytes[card]
                 weights, kv = self.held(card)
                 index = len(self.cuts) - 1
                 while weights + whole_pages(up(kv)) > room:
@@ -266,10 +315,10 @@ class Draft:
                     decode_sweep=tuple(decode[card]),
                     prefill_sweep=tuple(prefill[card]),
                     num_slots=slots[card],
-                    slot_nbytes=self.catalog.slot_nbytes,
+                    slot_nbytes=self._slot_nbytes[card],
                     budget=self.budgets[card],
                     weights_nbytes=weights - experts_nbytes,
-                    slots_nbytes=slots[card] * self.catalog.slot_nbytes,
+                    slots_nbytes=slots[card] * self._slot_nbytes[card],
                     kv_nbytes=whole_pages(up(kv)),
                     experts=experts[card] if experts_nbytes else (),
                     experts_nbytes=experts_nbytes,
@@ -294,6 +343,18 @@ class Draft:
                     start = end
             shares[group.name] = tuple(parts)
         return shares
+
+
+def _slot_nbytes(catalog: Catalog, budget: int, comes: bool) -> int:
+    """Of a card's ring, the same for all its plans, since it is laid out once.
+
+    comes: routed experts may be brought, too; then one has room in a slot, unless that makes the
+    ring too large a part of the card.
+    """
+    expert = catalog.experts.slot_nbytes if catalog.experts and comes else 0
+    if MIN_SLOTS * expert > budget // RING_PART:
+        return catalog.slot_nbytes
+    return max(catalog.slot_nbytes, expert)
 
 
 def dealt(ranked: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -97,7 +97,7 @@ def card_tiers(catalog: Catalog, placement: Placement) -> dict[str, int]:
 
 
 def _nbytes(catalog: Catalog, blocks: tuple[int, ...] | list[int]) -> int:
-    return sum(catalog.blocks[index].held_nbytes for index in blocks)
+    return sum(catalog.held_nbytes(index) for index in blocks)
 
 
 def _row(catalog: Catalog, placement: Placement, group: Group, is_pinned: bool) -> dict[str, Any]:

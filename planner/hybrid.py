@@ -46,7 +46,10 @@ class Load:
     # how our own lanes do it, see `model_of`
     stays: bool = False  # the processor computes it, and no card
     home: str | None = None  # where the user pinned it: "gpu:<n>", "cpu", "disk"; see `pins.py`
-    is_joined: bool = False  # the processor adds up what all sides give; nothing of it is brought
+    # the processor adds up what all sides give; none of it is brought but, where it `comes`, for
+    # prompts: then all experts or a fixed part of them, whatever routers choose
+    is_joined: bool = False
+    comes: bool = False
 
     @property
     def card(self) -> int | None:
@@ -115,13 +118,15 @@ def model_of(
     windows: Sequence[int | None] = (),
     *,
     is_ours: bool = False,
+    brings_experts: bool = False,
 ) -> Model:
     """The groups of a catalog as loads. windows: of each layer; none given: no layer has one.
 
     is_ours: as our own lanes run it, which have routers computed by the processor and experts added
-    up there; those come over no link, since a router chooses too late. What comes off the disk is
-    the processor's too, and where anything does, all phases bring the same. Of keys and values all
-    are kept, in whole pages, however far layers look back.
+    up there; those come over no link for an answer, since a router chooses too late, and for
+    prompts if `brings_experts` says that the cards' lanes can. What comes off the disk is the
+    processor's too, and where anything of a dense model does, all phases bring the same. Of keys
+    and values all are kept, in whole pages, however far layers look back.
     """
     attns = sum(1 for group in catalog.groups if group.kind == "attn")
     kv_nbytes = catalog.page_nbytes / catalog.page_tokens / max(1, attns)
@@ -147,6 +152,7 @@ def model_of(
                 page_tokens=catalog.page_tokens if is_ours and group.kind == "attn" else 0,
                 stays=is_ours and group.kind == "router",
                 is_joined=is_ours and experts is not None,
+                comes=is_ours and brings_experts and experts is not None,
             )
         )
     cols = next(group.cols for group in catalog.groups if group.kind == "qkv")

@@ -222,7 +222,7 @@ class PathBound:
             if is_decode:  # a router chooses last: nothing of it is on its way before
                 link_s = nbytes / self._rates.h2d_bytes_per_s[card]
                 side = side._replace(whole_s=max(side.whole_s, link_s))
-            if not load.is_joined:
+            if not load.is_joined or (load.comes and not is_decode):
                 brought.append(side)
         resident = [self._card(card, nbytes, flops, 0.0, is_first) for card in numbers]
         steps = HELD if resident else 0

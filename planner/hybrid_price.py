@@ -80,7 +80,7 @@ def _price_experts(load: Load, site: Site, work: Work, rates: Rates, hit_rate: H
         missing = chosen - on_cards
         there, here = on_cards + missing * part_brought, missing * (1.0 - part_brought)
         sides_s = _sides(load.nbytes, flops, there, here, site.over, rates)
-        if load.is_joined and site.vram > 0.0:  # even where it only adds up
+        if load.is_joined and site.vram + part_brought > 0.0:  # even where it only adds up
             sides_s = (max(sides_s[0], rates.cpu_launch_s), *sides_s[1:])
         return sides_s
 
@@ -94,7 +94,8 @@ def _price_experts(load: Load, site: Site, work: Work, rates: Rates, hit_rate: H
             * max(branches(count))
             for count in range(load.top_k + 1)
         )
-    brought = load.nbytes * chosen * (1.0 - hits) * part_brought
+    come = load.experts if load.comes else chosen  # some before anybody has chosen
+    brought = load.nbytes * come * (1.0 - hits) * part_brought
     return Price(
         sides_s,
         tuple(brought * part for part in site.over) if rates.cards else (),

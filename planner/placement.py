@@ -54,6 +54,7 @@ class Request:
     cards: tuple[int, ...] = ()  # bytes of each card's memory
     strategy: str = "auto"  # with cards: searched for, or a layout by hand
     strategy_layers: int | None = None  # of a layout that counts layers; None: as many as are best
+    brings_experts: bool = False  # whether lanes of cards can be brought routed experts
     replan: bool = True
     headroom: int | None = None  # bytes that `ram` left free, for others; None: it was named
 
@@ -106,7 +107,9 @@ class CardPart:
     lane: str  # "gpu:0"
     resident: tuple[int, ...]  # blocks that live there, by rising index
     decode_sweep: tuple[int, ...]  # blocks that come over its link in each decode step
-    prefill_sweep: tuple[int, ...]  # ... in each step with rows of a prompt
+    # ... in each step with rows of a prompt; here routed experts come, too, out of their slots of
+    # RAM, counted behind all blocks (`Catalog.expert_number`)
+    prefill_sweep: tuple[int, ...]
     num_slots: int  # of the ring that they come into; 0 where nothing comes
     slot_nbytes: int
     budget: int
@@ -139,12 +142,17 @@ class CardPart:
         return Stream(self.link, sweep, self.num_slots)
 
 
-def expert_shares(counts: Mapping[str, int], processor: str, units: int) -> tuple[Share, ...]:
-    """Who computes the routed experts of a layer: cards, by how many live there, and a processor,
-    which has the others and adds up."""
+def expert_shares(
+    counts: Mapping[str, int],
+    processor: str,
+    units: int,
+    brought: Mapping[str, int] | None = None,
+) -> tuple[Share, ...]:
+    """Who computes the routed experts of a layer: cards, by how many live there, then by how many
+    come to them, and a processor, which has the others and adds up."""
     found: list[Share] = []
     at = 0
-    for lane, count in counts.items():
+    for lane, count in (*counts.items(), *(brought or {}).items()):
         if count:
             found.append(Share(lane, at, at + count))
             at += count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ def plan_of(catalog: Catalog, placement: Placement, model: Model) -> Plan:
         if group.kind == "attn":
             sites.append(_attention(group, placement))
         elif group.kind == "experts":
-            sites.append(_experts(catalog, group, placement))
+            sites.append(_experts(catalog, group, placement, brought["prefill"]))
         elif group.kind == "router":
             sites.append(Site(0.0, 1.0, over=_nobody(placement)))
         else:
@@ -47,16 +47,30 @@ def _nobody(placement: Placement) -> tuple[float, ...]:
     return (1.0, *(0.0 for _ in placement.cards[1:]))
 
 
-def _experts(catalog: Catalog, group: Group, placement: Placement) -> Site:
-    """RAM holds the same part of all layers' experts; those on cards need no room there."""
+def _experts(
+    catalog: Catalog, group: Group, placement: Placement, brought: Mapping[int, int]
+) -> Site:
+    """RAM holds the same part of all layers' experts; those on cards need no room there.
+
+    brought: for prompts, to which card each.
+    """
     experts = catalog.experts
     assert experts is not None, "only mixtures have routed experts"
     layer = [each.name for each in catalog.sparse_groups].index(group.name)
     counts = [len(part.experts_of(layer)) for part in placement.cards]
     on_cards = sum(counts)
-    over = tuple(count / on_cards for count in counts) if on_cards else _nobody(placement)
+    numbers = {catalog.expert_number(layer, expert) for expert in range(experts.per_layer)}
+    to_cards = [brought[number] for number in numbers if number in brought]
+    if not on_cards:
+        counts = [to_cards.count(card) for card in range(len(placement.cards))]
+    total = sum(counts)
     vram = on_cards / experts.per_layer
-    return Site(vram, min(1.0 - vram, placement.expert_slots / experts.total), over=over)
+    return Site(
+        vram,
+        min(1.0 - vram, placement.expert_slots / experts.total),
+        over=tuple(count / total for count in counts) if total else _nobody(placement),
+        brought_prefill=len(to_cards) / max(1, experts.per_layer - on_cards),
+    )
 
 
 def _attention(group: Group, placement: Placement) -> Site:

@@ -44,7 +44,7 @@ class Read:
     """A block goes to slot (reads since the sweep began) modulo num_slots: off the disk, or, on a
     link's lane, out of RAM."""
 
-    block: int  # index into Catalog.blocks
+    block: int  # index into Catalog.blocks; behind them, a routed expert
     ordinal: int  # its place in the sweep
     consumers: tuple[Wait, ...]  # when all have passed, the slot of this read may be overwritten
 
@@ -53,6 +53,14 @@ class Read:
 class Program:
     lane: str
     instructions: tuple[ComputeInstruction | Read, ...]  # all of one kind: a lane has one trade
+
+
+class Streamed(NamedTuple):
+    """A block, or a routed expert, that comes to a lane, and the units that it serves."""
+
+    ordinal: int  # its place in the sweep
+    first_unit: int
+    last_unit: int
 
 
 class Piece(NamedTuple):
@@ -99,22 +107,42 @@ def cut_over(
     for stream in streams.values():
         if stream.lane not in places:
             places[stream.lane] = {block: place for place, block in enumerate(stream.sweep)}
+    experts = {stream.lane: catalog.experts_in(stream.sweep) for stream in streams.values()}
     pieces: list[Piece] = []
+    layer = -1  # counted among those that have experts
     for group_index, group in enumerate(catalog.groups):
         of_group: list[Piece] = []
-        known: dict[str, list[int]] = {}  # bringing lane -> blocks of this group that it brings
+        known: dict[str, list[Streamed]] = {}  # bringing lane -> what it brings of this group
+        layer += group.kind == "experts"
         for lane, first, last in shares[group.name]:
-            ordinals = places[streams[lane].lane]
-            if streams[lane].lane not in known:
-                known[streams[lane].lane] = (
-                    [index for index in group.blocks if index in ordinals] if ordinals else []
-                )
-            streamed = known[streams[lane].lane]
-            if not streamed:
+            brings = streams[lane].lane
+            ordinals = places[brings]
+            if brings not in known:
+                known[brings] = []
+                if group.kind == "experts" and ordinals:
+                    numbers = [catalog.expert_number(layer, e) for e in experts[brings][layer]]
+                    units = _units_of(shares[group.name], lane)
+                    known[brings] = [
+                        Streamed(ordinals[number], unit, unit + 1)
+                        for number, unit in zip(
+                            numbers, units[len(units) - len(numbers) :], strict=True
+                        )
+                    ]
+                elif ordinals:
+                    known[brings] = [
+                        Streamed(
+                            ordinals[index],
+                            catalog.blocks[index].first_unit,
+                            catalog.blocks[index].last_unit,
+                        )
+                        for index in group.blocks
+                        if index in ordinals
+                    ]
+            if not known[brings]:
                 of_group.append(Piece(group_index, lane, first, last, 0, 0))
                 continue
             of_group += _pieces(
-                catalog, group_index, streams[lane], ordinals, streamed, (lane, first, last)
+                group.name, group_index, streams[lane], known[brings], (lane, first, last)
             )
         if len(of_group) > 1:
             of_group.sort(key=lambda piece: piece.end_ordinal)
@@ -122,19 +150,40 @@ def cut_over(
     return pieces
 
 
+def _units_of(shares: Sequence[Share], lane: str) -> list[int]:
+    """The units of a group that one lane computes, by rising unit."""
+    return [unit for share in shares if share.lane == lane for unit in range(*share[1:])]
+
+
+def units_of_experts(
+    catalog: Catalog, placement: Placement, phase: Phase, lane: str, layer: int
+) -> dict[int, int]:
+    """The routed experts of a layer that a card computes, by their numbers: the unit of each.
+
+    First those that live there, then those that come, in the order in which they do.
+    layer: counted among those that have experts. Raises ValueError where the card's share is of
+    more units or fewer.
+    """
+    part = next(card for card in placement.cards if card.lane == lane)
+    experts = list(part.experts_of(layer))
+    brought = catalog.experts_in(part.stream(phase).sweep)
+    experts += brought[layer] if brought else ()
+    shares = placement.shares_of(phase)[catalog.sparse_groups[layer].name]
+    numbers = [catalog.expert_number(layer, expert) for expert in experts]
+    return dict(zip(numbers, _units_of(shares, lane), strict=True))
+
+
 def _pieces(
-    catalog: Catalog,
+    group: str,
     group_index: int,
     stream: Stream,
-    ordinals: Mapping[int, int],
-    streamed: Sequence[int],
+    blocks: Sequence[Streamed],
     share: tuple[str, int, int],
 ) -> Iterator[Piece]:
     """One lane's share of a group of which blocks are streamed."""
     lane, start, last = share
     half = max(1, stream.num_slots // 2)
-    blocks = [catalog.blocks[index] for index in streamed]
-    base = ordinals[streamed[0]]
+    base = blocks[0].ordinal
     low = 0
     while start < last:
         while low < len(blocks) and blocks[low].last_unit <= start:
@@ -148,7 +197,7 @@ def _pieces(
             stop -= 1
         if stop - low > stream.num_slots:
             raise ValueError(
-                f"{catalog.groups[group_index].name}: units {start}..{end} need {stop - low} "
+                f"{group}: units {start}..{end} need {stop - low} "
                 f"streamed blocks at once; the ring has {stream.num_slots} slots"
             )
         needed = (base + low, base + stop) if stop > low else (0, 0)
@@ -187,8 +236,11 @@ def build_programs(
         )
         current[piece.lane] = len(program)
         for ordinal in range(piece.first_ordinal, piece.end_ordinal):
-            block = catalog.blocks[sweeps[brings][ordinal]]
-            if block.first_unit < piece.last_unit and block.last_unit > piece.first_unit:
+            number = sweeps[brings][ordinal]
+            block = None if catalog.is_expert(number) else catalog.blocks[number]
+            if block is None or (
+                block.first_unit < piece.last_unit and block.last_unit > piece.first_unit
+            ):
                 consumers[brings][ordinal][piece.lane] = len(program)
     _join_experts(catalog, instructions)
     programs = {lane: Program(lane, tuple(each)) for lane, each in instructions.items()}

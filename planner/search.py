@@ -205,6 +205,12 @@ def least_slots(experts: Experts) -> int:
     return min(experts.total, experts.top_k + SPARE_EXPERTS)
 
 
+def most_kept(experts: Experts, slots: int) -> int:
+    """Experts that may keep their slots in RAM, whatever routers choose. With a slot for each of
+    all experts none is ever in need of another's."""
+    return slots if slots >= experts.total else max(0, slots - least_slots(experts))
+
+
 def _sort_blocks(catalog: Catalog, pins: Mapping[str, str]) -> _Weights:
     groups = [(group.name, group.kind) for group in catalog.groups]
     for pattern in pins:

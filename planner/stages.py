@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.placement import CardPart, Placement, Share, expert_shares, whole_pages
+from shadowlane.planner.profile import Phase
 
 
 def first_stage(catalog: Catalog, old: Placement, new: Placement) -> Placement | None:
@@ -56,11 +57,48 @@ def first_stage(catalog: Catalog, old: Placement, new: Placement) -> Placement |
         resident=tuple(resident),
         weights_nbytes=max(held, new.weights_nbytes),
         cards=cards,
-        shares=_without(catalog, new.shares, late, cards),
+        shares=_without(catalog, new, "decode", late, cards),
         prefill_shares=None
         if new.prefill_shares is None
-        else _without(catalog, new.prefill_shares, late, cards),
+        else _without(catalog, new, "prefill", late, cards),
     )
+
+
+def shares_of_experts(
+    catalog: Catalog, cards: Sequence[CardPart], phase: Phase, processor: str, group: Group
+) -> tuple[Share, ...]:
+    """Who computes the routed experts of one layer, as cards hold them and have them brought."""
+    layer = catalog.sparse_groups.index(group)
+    held = {card.lane: len(card.experts_of(layer)) for card in cards}
+    come = {card.lane: len(catalog.experts_in(card.stream(phase).sweep)[layer]) for card in cards}
+    return expert_shares(held, processor, group.units, come)
+
+
+def with_experts(
+    catalog: Catalog, placement: Placement, cards: Sequence[tuple[tuple[int, ...], ...]]
+) -> Placement:
+    """Other experts on the cards, as many of each layer: [card][layer].
+
+    Those that leave are brought for prompts in place of those that come.
+    """
+    parts: list[CardPart] = []
+    come: list[list[int]] = [[] for _ in catalog.sparse_groups]  # by layer, over all cards
+    leave: list[list[int]] = [[] for _ in catalog.sparse_groups]
+    for part, experts in zip(placement.cards, cards, strict=True):
+        for layer, of_layer in enumerate(experts):
+            come[layer] += of_layer
+            leave[layer] += part.experts_of(layer)
+    instead: dict[int, int] = {}  # numbers
+    for layer, (after, before) in enumerate(zip(come, leave, strict=True)):
+        new = [expert for expert in after if expert not in before]
+        old = [expert for expert in before if expert not in after]
+        for one, other in zip(new, old, strict=True):
+            number = catalog.expert_number(layer, one)
+            instead[number] = catalog.expert_number(layer, other)
+    for part, experts in zip(placement.cards, cards, strict=True):
+        sweep = tuple(instead.get(number, number) for number in part.prefill_sweep)
+        parts.append(replace(part, experts=experts, prefill_sweep=sweep))
+    return replace(placement, cards=tuple(parts))
 
 
 def _experts_in_common(one: CardPart, other: CardPart) -> tuple[tuple[int, ...], ...]:
@@ -81,20 +119,21 @@ def _both_experts_nbytes(catalog: Catalog, one: CardPart, other: CardPart) -> in
 
 def _without(
     catalog: Catalog,
-    shares: Mapping[str, tuple[Share, ...]],
+    placement: Placement,
+    phase: Phase,
     late: Mapping[str, set[int]],
     cards: Sequence[CardPart],
 ) -> dict[str, tuple[Share, ...]]:
-    """The same shares, but what needs blocks that are late is computed by the processor.
+    """The shares of a placement, but what needs blocks that are late is computed by the processor.
 
     cards: with the experts that are not late.
     """
+    shares = placement.shares_of(phase)
     found: dict[str, tuple[Share, ...]] = {}
     for group in catalog.groups:
         if group.kind == "experts":
-            layer = catalog.sparse_groups.index(group)
-            counts = {card.lane: len(card.experts_of(layer)) for card in cards}
-            found[group.name] = expert_shares(counts, shares[group.name][-1].lane, group.units)
+            processor = shares[group.name][-1].lane
+            found[group.name] = shares_of_experts(catalog, cards, phase, processor, group)
             continue
         parts: list[Share] = []
         for share in shares[group.name]:

@@ -12,7 +12,14 @@ from collections.abc import Collection, Mapping
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.placement import DISK_LANE, Placement, Stream
 from shadowlane.planner.profile import Phase
-from shadowlane.planner.program import ComputeInstruction, Program, Read, Wait
+from shadowlane.planner.program import (
+    ComputeInstruction,
+    Program,
+    Read,
+    Wait,
+    units_of_experts,
+)
+from shadowlane.planner.search import most_kept
 
 COUNTER_MASK = 0xFFFFFFFF
 
@@ -63,7 +70,12 @@ def _check_cards(catalog: Catalog, placement: Placement) -> None:
                 f"{card.lane}: blocks of {held} bytes in room for {card.weights_nbytes}"
             )
         for index in {*card.decode_sweep, *card.prefill_sweep}:
-            if not placement.resident[index]:
+            if catalog.held_nbytes(index) > card.slot_nbytes:
+                raise InconsistentPrograms(
+                    f"{card.link} brings {catalog.held_nbytes(index)} bytes of {index} at once; a "
+                    f"slot of {card.lane} has {card.slot_nbytes}"
+                )
+            if not catalog.is_expert(index) and not placement.resident[index]:
                 raise InconsistentPrograms(
                     f"{card.link} brings block {index} of {catalog.blocks[index].group}, which is "
                     "not in RAM"
@@ -98,18 +110,51 @@ def _check_experts(catalog: Catalog, placement: Placement) -> None:
                 f"{experts.per_layer}; got {sorted(on_cards)}"
             )
         for phase in ("decode", "prefill"):
-            _check_expert_shares(placement, phase, layer, group)
+            _check_expert_shares(catalog, placement, phase, layer, group)
+    _check_brought_experts(catalog, placement)
 
 
-def _check_expert_shares(placement: Placement, phase: Phase, layer: int, group: Group) -> None:
+def _check_brought_experts(catalog: Catalog, placement: Placement) -> None:
+    """Prompts may have any brought that live on no card; each keeps its slot in RAM meanwhile."""
+    experts = catalog.experts
+    if experts is None:
+        return
+    for card in placement.cards:
+        if any(catalog.is_expert(number) for number in card.decode_sweep):
+            raise InconsistentPrograms(f"{card.link} brings experts before a router has chosen")
+    brought = [n for card in placement.cards for n in card.prefill_sweep if catalog.is_expert(n)]
+    on_cards = {
+        catalog.expert_number(layer, expert)
+        for card in placement.cards
+        for layer, of_layer in enumerate(card.experts)
+        for expert in of_layer
+    }
+    if len(set(brought)) < len(brought) or on_cards.intersection(brought):
+        raise InconsistentPrograms(
+            "experts that are brought must be different ones that live on no card; got "
+            f"{sorted(brought)} beside {sorted(on_cards)}"
+        )
+    room = most_kept(experts, placement.expert_slots)
+    if len(brought) > room:
+        raise InconsistentPrograms(
+            f"{len(brought)} experts are brought out of their slots in RAM; there is room for "
+            f"{room} that stay"
+        )
+
+
+def _check_expert_shares(
+    catalog: Catalog, placement: Placement, phase: Phase, layer: int, group: Group
+) -> None:
     shares = placement.shares_of(phase)[group.name]
     for card in placement.cards:
-        count = len(card.experts_of(layer))
+        held = len(card.experts_of(layer))
+        come = len(catalog.experts_in(card.stream(phase).sweep)[layer])
         units = [share.last_unit - share.first_unit for share in shares if share.lane == card.lane]
-        if sum(units) != count or len(units) > 1:
+        if sum(units) != held + come or len(units) > 1 + bool(come):
+            more = f" and {come} come" if come else ""
             raise InconsistentPrograms(
                 f"{group.name}: {card.lane} has a share of {sum(units)} in {phase}; "
-                f"{count} experts live there"
+                f"{held} experts live there{more}"
             )
     if shares[-1].lane in {card.lane for card in placement.cards}:
         raise InconsistentPrograms(
@@ -207,6 +252,8 @@ def _check_dependencies(
                     raise InconsistentPrograms(
                         f"{story} adds up experts of {sorted(others)} and waits for {each.joins}"
                     )
+            if group.kind == "experts":
+                _check_experts_wait(catalog, placement, phase, name, each, waited, ordinals)
             for block_index in catalog.groups[index].blocks:
                 block = catalog.blocks[block_index]
                 used = block.first_unit < each.last_unit and block.last_unit > each.first_unit
@@ -228,6 +275,27 @@ def _check_dependencies(
                     raise InconsistentPrograms(f"{story} reads block {block_index}, not there")
 
 
+def _check_experts_wait(
+    catalog: Catalog,
+    placement: Placement,
+    phase: Phase,
+    lane: str,
+    instruction: ComputeInstruction,
+    waited: Mapping[str, int],
+    ordinals: Mapping[int, int],
+) -> None:
+    if lane not in {card.lane for card in placement.cards}:
+        return
+    layer = [each.name for each in catalog.sparse_groups].index(instruction.group)
+    link = placement.stream_of(lane, phase).lane
+    for number, unit in units_of_experts(catalog, placement, phase, lane, layer).items():
+        used = instruction.first_unit <= unit < instruction.last_unit
+        if used and number in ordinals and waited.get(link, 0) <= ordinals[number]:
+            raise InconsistentPrograms(
+                f"{lane}: {instruction} does not wait for expert {number}, read {ordinals[number]}"
+            )
+
+
 def _check_reads(
     catalog: Catalog,
     placement: Placement,
@@ -240,6 +308,7 @@ def _check_reads(
         raise InconsistentPrograms(f"{stream.lane} does not bring its sweep in its order")
     used_until: dict[int, dict[str, int]] = {each.block: {} for each in brought}
     groups = {group.name: group for group in catalog.groups}
+    sparse = [group.name for group in catalog.sparse_groups]
     for name, program in programs.items():
         if placement.stream_of(name, phase).lane != stream.lane:
             continue
@@ -249,6 +318,12 @@ def _check_reads(
                 used = block.first_unit < each.last_unit and block.last_unit > each.first_unit
                 if used and index in used_until:
                     used_until[index][name] = position + 1
+            if groups[each.group].kind == "experts" and stream.lane != DISK_LANE:
+                layer = sparse.index(each.group)
+                units = units_of_experts(catalog, placement, phase, name, layer)
+                for number, unit in units.items():
+                    if each.first_unit <= unit < each.last_unit and number in used_until:
+                        used_until[number][name] = position + 1
     for ordinal, read in enumerate(brought):
         if read.ordinal != ordinal:
             raise InconsistentPrograms(f"{read} is at {ordinal} of the sweep")

@@ -85,7 +85,12 @@ class Bounds:
 def as_our_lanes_do(model: Model) -> Model:
     """The same model for plans that our engine can run, as `model_of` has it with `is_ours`."""
     loads = (
-        replace(load, stays=load.kind == "router", is_joined=load.experts > 0)
+        replace(
+            load,
+            stays=load.kind == "router",
+            is_joined=load.experts > 0,
+            comes=load.experts > 0,
+        )
         for load in model.loads
     )
     return replace(model, loads=tuple(loads))

@@ -20,7 +20,7 @@ from shadowlane.planner.placement import (
     expert_shares,
 )
 from shadowlane.planner.program import build_programs
-from shadowlane.planner.search import place
+from shadowlane.planner.search import most_kept, place
 from shadowlane.planner.validate import validate
 
 CARD = Card(
@@ -69,11 +69,13 @@ def over_cards(
     num_slots: int = MIN_SLOTS,
     *,
     embeds: bool = False,
+    brings: bool = False,
 ) -> Placement:
     """`whole`, of which all is in RAM, with every group shared out at random.
 
     A part may live on a card, come over its link (in decode, in prefill, or in both), or stay.
     Of experts, any may live on cards. embeds: the table of embeddings is the first card's.
+    brings: any of the other experts are brought in prefill, as many as RAM has slots for.
     """
     random = Random(seed)
     names = [f"gpu:{number}" for number in range(cards)]
@@ -85,12 +87,20 @@ def over_cards(
     shares: dict[str, dict[str, tuple[Share, ...]]] = {"decode": {}, "prefill": {}}
     leaves = set()  # RAM
     experts = [draw_experts(catalog, random, cards) for _ in catalog.sparse_groups]
+    come = (
+        draw_brought(catalog, random, experts, whole) if brings else [((),) * cards] * len(experts)
+    )
     for group in catalog.groups:
         if group.kind == "experts":
             of_layer = experts[catalog.sparse_groups.index(group)]
             counts = dict(zip(names, map(len, of_layer), strict=True))
-            for phase in shares:
-                shares[phase][group.name] = expert_shares(counts, "cpu:0", group.units)
+            shares["decode"][group.name] = expert_shares(counts, "cpu:0", group.units)
+            layer = catalog.sparse_groups.index(group)
+            brought = dict(zip(names, map(len, come[layer]), strict=True))
+            shares["prefill"][group.name] = expert_shares(counts, "cpu:0", group.units, brought)
+            for name, of_card in zip(names, come[layer], strict=True):
+                numbers = [catalog.expert_number(layer, expert) for expert in of_card]
+                sweeps[name, "prefill"] += numbers
             continue
         if group.kind == "embed" and embeds:
             resident[names[0]] += group.blocks
@@ -138,6 +148,7 @@ def over_cards(
             shares[phase][group.name] = tuple(parts[phase])
     room = sum(block.held_nbytes for block in catalog.blocks)  # for any other draw beside this one
     expert_nbytes = catalog.experts.slot_nbytes if catalog.experts else 0
+    slot_nbytes = max(catalog.slot_nbytes, expert_nbytes if brings else 0)
     parts_of = tuple(
         CardPart(
             lane=name,
@@ -145,10 +156,10 @@ def over_cards(
             decode_sweep=tuple(sweeps[name, "decode"]),
             prefill_sweep=tuple(sweeps[name, "prefill"]),
             num_slots=num_slots,
-            slot_nbytes=catalog.slot_nbytes,
+            slot_nbytes=slot_nbytes,
             budget=1 << 30,
             weights_nbytes=2 * room,
-            slots_nbytes=num_slots * catalog.slot_nbytes,
+            slots_nbytes=num_slots * slot_nbytes,
             kv_nbytes=4096 * kv_heads[name],
             experts=tuple(layer[number] for layer in experts),
             experts_nbytes=expert_nbytes * sum(len(layer[number]) for layer in experts),
@@ -179,12 +190,41 @@ def draw_experts(catalog: Catalog, random: Random, cards: int) -> tuple[tuple[in
     return tuple(map(tuple, held))
 
 
+def draw_brought(
+    catalog: Catalog,
+    random: Random,
+    experts: Sequence[tuple[tuple[int, ...], ...]],
+    whole: Placement,
+) -> list[tuple[tuple[int, ...], ...]]:
+    """By layer and card, those that are brought: some or all that live on no card, in any order."""
+    assert catalog.experts is not None
+    room = most_kept(catalog.experts, whole.expert_slots)
+    found: list[tuple[tuple[int, ...], ...]] = []
+    for of_layer in experts:
+        part = random.choice((0.0, 0.5, 1.0))
+        on_cards = {expert for held in of_layer for expert in held}
+        free = [each for each in range(catalog.experts.per_layer) if each not in on_cards]
+        random.shuffle(free)
+        come: list[list[int]] = [[] for _ in of_layer]
+        for expert in free:
+            if room > 0 and random.random() < part:
+                random.choice(come).append(expert)
+                room -= 1
+        found.append(tuple(map(tuple, come)))
+    return found
+
+
 def specs(names: Sequence[str]) -> tuple[LaneSpec, ...]:
     return tuple(LaneSpec(name, 1) for name in names)
 
 
 def drawn(
-    seed: int, cards: int, slots: int | None = None, *, embeds: bool = False
+    seed: int,
+    cards: int,
+    slots: int | None = None,
+    *,
+    embeds: bool = False,
+    brings: bool = False,
 ) -> Callable[[Catalog, Request], Placement]:
     """What a scripted planner begins with: a placement over cards at random, which can run.
 
@@ -198,7 +238,7 @@ def drawn(
             assert catalog.experts is not None
             nbytes = slots * catalog.experts.slot_nbytes
             whole = replace(whole, expert_slots=slots, experts_nbytes=nbytes)
-        placement = over_cards(catalog, whole, seed, cards, embeds=embeds)
+        placement = over_cards(catalog, whole, seed, cards, embeds=embeds, brings=brings)
         for phase in ("decode", "prefill"):
             validate(catalog, placement, build_programs(catalog, placement, phase), phase)
         return placement

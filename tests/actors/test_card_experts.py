@@ -45,12 +45,14 @@ def on_cards(
     cards: int,
     slots: int | None = None,
     cores: Sequence[Sequence[int]] = ONE_THREAD,
+    *,
+    brings: bool = False,
 ) -> dict[str, Any]:
     """Settings of an engine over so many cards, with everything shared out at random."""
     return {
         "ram": AMPLE,
         "cores": cores,
-        "first": drawn(seed, cards, slots),
+        "first": drawn(seed, cards, slots, brings=brings),
         "cards": (CardSettings(1 << 30),) * cards,
         "emulated": Emulated(machine_with(cards), seed=seed),
     }
@@ -82,6 +84,69 @@ def test_any_experts_on_cards_give_the_same_tokens(
             if placement.expert_slots == experts.total:
                 assert read_nbytes(engine) == 0, "what is on cards is not asked for"
                 assert use.resident == use.chosen
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_are_brought_for_prompts_give_the_same_tokens(
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str, cards: int
+) -> None:
+    """Out of their slots in RAM, where few others or all of them have one, too."""
+    if family == "published":
+        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
+    else:
+        model = tiny_model(family)
+    experts = cut(model, OPTIONS, ONE_THREAD).catalog.experts
+    assert experts is not None
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(PROMPT, 20)
+        logits = engine.logits(PROMPT)
+    few = experts.top_k + SPARE_EXPERTS
+    num_brought = 0
+    for seed, slots in enumerate((None, few + 2, None, (few + experts.total) // 2)):
+        settings = on_cards(seed, cards, slots, brings=True)
+        with running(model, options=OPTIONS, **settings) as engine:
+            now = engine.engine
+            num_brought += len(brought_by(engine))
+            assert engine.generate(PROMPT, 20) == expected
+            assert engine.generate(PROMPT, 20) == expected
+            assert np.array_equal(engine.logits(PROMPT), logits)
+            if now.placement.expert_slots == experts.total:
+                assert read_nbytes(engine) == 0
+    assert num_brought > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_bringing_others_while_tokens_are_made_changes_none(
+    tiny_model: Callable[..., Path], seed: int
+) -> None:
+    """What leaves a card may be brought next, and what was brought may come to stay."""
+    model = tiny_model(MANY)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(PROMPT, 20)
+    with running(model, options=OPTIONS, **on_cards(10 * seed, 2, brings=True)) as engine:
+        planner, now = engine.planner, engine.engine
+        assert planner is not None
+        num_brought = len(brought_by(engine))
+        for turn in range(1, 4):
+            again = drawn(10 * seed + turn, 2, brings=True)(now.blueprint.catalog, now.request)
+            planner.script.append((3 * turn, replace(again, placement_id=turn)))
+        for _ in range(50):
+            assert engine.generate(PROMPT, 20) == expected
+            if len(planner.announced) == 4:
+                break
+            num_brought += len(brought_by(engine))
+        assert [placement for placement, _ in planner.announced] == [0, 1, 2, 3]
+        assert engine.generate(PROMPT, 20) == expected
+        assert num_brought > 0
+        assert list(now.crew._sources) in ([], [3]), "others may lose their slots again"
+
+
+def brought_by(engine: Any) -> list[int]:
+    """The experts that the placement in force brings, by their numbers."""
+    now = engine.engine
+    first = len(now.blueprint.sources)
+    return [n for part in now.placement.cards for n in part.prefill_sweep if n >= first]
 
 
 def test_requests_that_share_steps(tiny_model: Callable[..., Path]) -> None:
@@ -291,7 +356,13 @@ def test_an_emulated_lane_takes_the_time_of_the_experts_that_it_computes(
             for row in lowered.instructions:
                 if row[t.KIND] == t.EXPERTS:
                     taken[lane, row[t.SPARSE_LAYER]] = law.work_s(
-                        arena.base, geometry, row, record, laws.ctypes.data, calm.ctypes.data
+                        arena.base,
+                        geometry,
+                        row,
+                        lowered.items,
+                        record,
+                        laws.ctypes.data,
+                        calm.ctypes.data,
                     )
         for layer in range(experts.num_layers):
             at = layout.scratch["routes"] + layer * offsets["nbytes"] + offsets["starts"]
