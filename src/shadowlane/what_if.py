@@ -24,10 +24,7 @@ from shadowlane.planner.hybrid import (
     Work,
     assumed_hits,
     demand,
-    kv_nbytes,
     model_of,
-    ram_room,
-    vram_room,
 )
 from shadowlane.planner.hybrid_bounds import HybridBounds, hybrid_bounds
 from shadowlane.planner.hybrid_layouts import Answer, Question, TooLarge, by_hand
@@ -35,6 +32,7 @@ from shadowlane.planner.hybrid_play import Times
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.pins import check_pins_fit, homes_of, pinned
 from shadowlane.planner.placement import show_nbytes
+from shadowlane.planner.shortage import what_is_short
 
 OURS = "shadowlane"
 PROMPT_ROWS = 2048  # of a prompt that is planned for at once
@@ -79,7 +77,7 @@ def what_if(
         hand = by_hand(question)
         best = search(question, rivals=hand)
     except TooLarge as error:
-        raise TooLarge(f"{error}: {_what_is_short(question)}") from None
+        raise TooLarge(f"{error}: {what_is_short(question)}") from None
     plan = best.plan
     planning_s = time.perf_counter() - began
     need = demand(model, plan, work, machine)
@@ -129,24 +127,6 @@ def _check(name: str, asked: int, there: float, where: str) -> None:
     if asked > there:
         most, got = show_nbytes(round(there)), show_nbytes(asked)
         raise ValueError(f"{name} must be at most the {most} of {where}; got {got}")
-
-
-def _what_is_short(question: Question) -> str:
-    """Of a model that fits nowhere: what must be in memory, and what memory there is.
-
-    The weights need not be: they can stay on disk.
-    """
-    model, machine = question.model, question.machine
-    kv = sum(kv_nbytes(load, question.work) for load in model.loads)
-    rooms = [ram_room(machine), *(vram_room(card) for card in machine.cards)]
-    names = ["RAM", *(card.name for card in machine.cards)]
-    room = ", ".join(
-        f"{show_nbytes(round(nbytes))} of {name}" for nbytes, name in zip(rooms, names, strict=True)
-    )
-    return (
-        f"keys and values take {show_nbytes(round(kv))}, embedding and scratch "
-        f"{show_nbytes(round(model.fixed_ram_nbytes))} of RAM; there are {room} to plan with"
-    )
 
 
 def _rows(question: Question, hand: dict[str, Answer], best: Answer) -> list[dict[str, Any]]:
