@@ -9,7 +9,7 @@ published speeds.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,15 @@ def what_if(
     *,
     context: int | None = None,
     ram: int | None = None,
-    gpu_memory: int | None = None,
+    gpu_memory: int | Sequence[int] | None = None,
     pins: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """A plan with what it does in decode and in prefill, as one object that JSON can hold.
 
     context: tokens to keep room for; None: 4096 or the model's. ram, gpu_memory: bytes to plan
-    with, of all RAM and of each card, in place of what the machine has less what is reserved;
-    gpu_memory 0: without cards. pins: pattern of groups -> home; layouts by hand keep to them too.
+    with, of all RAM and of each card (or one for each), in place of what the machine has less what
+    is reserved; gpu_memory 0: without cards. pins: pattern of groups -> home; layouts by hand keep
+    to them too.
 
     It is the best for a request like the one that chunks are chosen for: a prompt of half of the
     context, then 128 tokens.
@@ -104,23 +105,27 @@ def what_if(
     }
 
 
-def with_budgets(machine: Hardware, ram: int | None, gpu_memory: int | None) -> Hardware:
+def with_budgets(
+    machine: Hardware, ram: int | None, gpu_memory: int | Sequence[int] | None
+) -> Hardware:
     """With these bytes to plan with, see `what_if`. Raises ValueError for more than there is."""
     if ram is not None:
         _check("ram", ram, machine.ram_nbytes, machine.name)
         machine = replace(machine, ram_nbytes=ram, reserved_nbytes=0.0)
-    if gpu_memory == 0:
-        machine = replace(machine, cards=())
-    elif gpu_memory is not None:
-        if not machine.cards:
+    if gpu_memory is None:
+        return machine
+    sizes = [gpu_memory] * len(machine.cards) if isinstance(gpu_memory, int) else gpu_memory
+    if gpu_memory == 0 or not any(sizes):
+        if gpu_memory and not machine.cards:
             raise ValueError(f"gpu_memory must be 0: {machine.name} has no card")
-        for card in machine.cards:
-            _check("gpu_memory", gpu_memory, card.vram_nbytes, card.name)
-        cards = tuple(
-            replace(card, vram_nbytes=gpu_memory, reserved_nbytes=0.0) for card in machine.cards
-        )
-        machine = replace(machine, cards=cards)
-    return machine
+        return replace(machine, cards=())
+    for card, nbytes in zip(machine.cards, sizes, strict=True):
+        _check("gpu_memory", nbytes, card.vram_nbytes, card.name)
+    cards = tuple(
+        replace(card, vram_nbytes=nbytes, reserved_nbytes=0.0)
+        for card, nbytes in zip(machine.cards, sizes, strict=True)
+    )
+    return replace(machine, cards=cards)
 
 
 def _check(name: str, asked: int, there: float, where: str) -> None:

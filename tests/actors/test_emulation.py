@@ -202,4 +202,6 @@ def test_what_hits_would_have_made_of_a_prediction_is_not_told_with_cards() -> N
     assert at_hits_of(catalog, placement, None) is None
     asked = Request(ram=4 << 30, lanes=lanes[:1], context=1024)
     placement = place(catalog, asked, CostModel(None))
-    assert at_hits_of(catalog, placement, None) == pytest.approx(placement.predicted_step_s, rel=0.01)
+    assert at_hits_of(catalog, placement, None) == pytest.approx(
+        placement.predicted_step_s, rel=0.01
+    )

@@ -127,14 +127,6 @@ def plan(
     Console(highlight=False).print(report.plan_report(planned, groups))
 
 
-def _card_nbytes(size: str | None) -> int | None:
-    from shadowlane.sizes import parse_size
-
-    if size is None or size.strip() == "0":
-        return size if size is None else 0
-    return parse_size(size, "gpu_memory")
-
-
 def _refuse_engine_options(context: typer.Context) -> None:
     for name in ONLY_OF_AN_ENGINE:
         source = context.get_parameter_source(name)
@@ -156,6 +148,7 @@ def _plan_for(
     json_output: bool,
 ) -> None:
     """For a machine that is described in a file."""
+    from shadowlane.emulate import sizes_of_cards
     from shadowlane.shapes import known_shapes, load_hardware
     from shadowlane.sizes import parse_size
     from shadowlane.what_if import load_model, what_if
@@ -175,7 +168,7 @@ def _plan_for(
             machine,
             context=context,
             ram=None if ram is None else parse_size(ram, "ram"),
-            gpu_memory=_card_nbytes(gpu_memory),
+            gpu_memory=sizes_of_cards(gpu_memory, machine),
             pins=dict(pins),
         )
     if export is not None:
