@@ -106,8 +106,8 @@ def plan(
         return
     if export is not None:
         raise ValueError("export needs --hardware, the machine to plan for")
-    if hardware is not None:
-        options.refuse_shape(model, "with --groups or a layout by hand")
+    when = "without --hardware" if hardware is None else "with --groups or a layout by hand"
+    options.refuse_shape(model, when)
     engine = options.EngineOptions.of(locals())
     with Stages() as stages:
         path = resolve_model(model, stages)
