@@ -453,6 +453,13 @@ def test_layouts_that_are_none_or_do_not_fit_are_refused() -> None:
     small = question_of(LLAMA, replace(FAST, vram_nbytes=1e6))
     with pytest.raises(TooLarge, match="layer-split 4"):
         plan_by_hand(small, "layer-split", 4)
+    with pytest.raises(TooLarge, match=r"^row-split needs several cards; .* has 1$"):
+        plan_by_hand(ONE, "row-split")
+    with pytest.raises(TooLarge, match=r"^cpu-moe needs a mixture of experts; this model is"):
+        plan_by_hand(ONE, "cpu-moe")
+    none = replace(ONE, machine=replace(ONE.machine, cards=()))
+    with pytest.raises(TooLarge, match=r"^attention-gpu needs a card; .* has none$"):
+        plan_by_hand(none, "attention-gpu")
 
 
 # -- what is refused
