@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from random import Random
+from typing import Any
 
+from inprocess import AMPLE, ONE_THREAD, InProcess, running
+
+from shadowlane.actors.blueprint import Options
+from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.hardware import Card, Hardware
@@ -22,6 +29,8 @@ from shadowlane.planner.placement import (
 from shadowlane.planner.program import build_programs
 from shadowlane.planner.search import place
 from shadowlane.planner.validate import validate
+
+OPTIONS = Options(context=128, prefill_chunk=24)
 
 CARD = Card(
     name="a card for tests",
@@ -165,6 +174,21 @@ def over_cards(
         shares=shares["decode"],
         prefill_shares=shares["prefill"],
         cards=parts_of,
+    )
+
+
+def on_cards(
+    model: Path, first: Callable[[Catalog, Request], Placement], cards: int = 1, **settings: Any
+) -> AbstractContextManager[InProcess]:
+    """An engine whose plans begin with `first`, over cards of a GiB that are here or emulated."""
+    where = {} if "emulated" in settings else {"machine": machine_with(cards)}
+    return running(
+        model,
+        ram=AMPLE,
+        cores=ONE_THREAD,
+        first=first,
+        cards=(CardSettings(1 << 30),) * cards,
+        **{"options": OPTIONS, **where, **settings},
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cards import drawn, machine_with
-from inprocess import AMPLE, ONE_THREAD, collect, cut, running, small_blocks
+from inprocess import AMPLE, ONE_THREAD, collect, cut, running
 from mixture_files import write_published_gpt_oss
 from test_experts_run import MANY, read_nbytes
 from tiny import tiny_tokens
@@ -34,10 +34,7 @@ PROMPT = tiny_tokens(41)
 FAMILIES = ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks(4096):
-        yield
+pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 def on_cards(

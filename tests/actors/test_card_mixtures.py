@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from card_layouts import needs_interpreter
-from cards import cut_points, drawn, machine_with
+from cards import OPTIONS, cut_points, drawn, machine_with, on_cards
 from fake_card import FakeRuntime, fake_cards
-from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running, small_blocks
+from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running
 from mixture_files import write_published_gpt_oss
 from test_experts_run import MANY
 from tiny import tiny_tokens
@@ -36,36 +35,13 @@ from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.placement import Placement, Request, Share
 from shadowlane.planner.search import SPARE_EXPERTS
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 TOLERANCE = 3e-4  # float32, in another order of addition
 PACKED_TOLERANCE = 0.1  # of packed weights; processors round inputs to bytes
 FAMILIES = ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks(4096):
-        yield
-
-
-@contextmanager
-def on_cards(
-    model: Path,
-    first: Callable[[Catalog, Request], Placement],
-    cards: int = 1,
-    options: Options = OPTIONS,
-) -> Iterator[InProcess]:
-    with running(
-        model,
-        ram=AMPLE,
-        options=options,
-        cores=ONE_THREAD,
-        first=first,
-        cards=(CardSettings(1 << 30),) * cards,
-        machine=machine_with(cards),
-    ) as engine:
-        yield engine
+pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 def lane_of(engine: InProcess, card: int = 0) -> CardLane:
