@@ -91,7 +91,7 @@ def test_requests_that_share_steps(
     with running(model, options=options, cores=ONE_THREAD) as engine:
         alone = [engine.generate(prompt, 10) for prompt in prompts]
     first = drawn(5, 2, few_slots(model))
-    with fake_cards(monkeypatch, 2), on_cards(model, first, 2, options) as engine:
+    with fake_cards(monkeypatch, 2), on_cards(model, first, 2, options=options) as engine:
         together = [engine.submit(prompt, 10) for prompt in prompts]
         assert [collect(sequence) for sequence in together] == alone
 
