@@ -139,16 +139,24 @@ class CardPart:
         return Stream(self.link, sweep, self.num_slots)
 
 
-def expert_shares(counts: Mapping[str, int], processor: str, units: int) -> tuple[Share, ...]:
+def expert_shares(
+    counts: Mapping[str, int], processor: str, units: int, adds_up: str | None = None
+) -> tuple[Share, ...]:
     """Who computes the routed experts of a layer: cards, by how many live there, and a processor,
-    which has the others and adds up."""
+    which has the others.
+
+    adds_up: the lane with the last unit, the sum, whose share is the last; None: the processor.
+    """
+    adds_up = adds_up or processor
+    parts = {**counts, processor: units - 1 - sum(counts.values())}
+    parts[adds_up] += 1
     found: list[Share] = []
     at = 0
-    for lane, count in counts.items():
-        if count:
-            found.append(Share(lane, at, at + count))
-            at += count
-    return (*found, Share(processor, at, units))
+    for lane in sorted(parts, key=lambda lane: lane == adds_up):
+        if parts[lane]:
+            found.append(Share(lane, at, at + parts[lane]))
+            at += parts[lane]
+    return tuple(found)
 
 
 def link_of(card: str) -> str:
