@@ -384,7 +384,7 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
     """For decode, and a part of a chunk of a prompt for every token of an answer."""
     assert request.machine is not None, "cards are planned for on a machine that is described"
     model = pinned(
-        model_of(catalog, catalog.model, is_ours=True),
+        model_of(catalog, catalog.model, is_ours=True, cards_route=request.cards_route),
         catalog_homes(catalog, request.pins, len(request.cards)),
     )
     context = min(request.context or DEFAULT_CONTEXT, model.max_context)

@@ -117,9 +117,8 @@ def _check_expert_shares(placement: Placement, phase: Phase, layer: int, group: 
             )
     routers = placement.shares_of(phase).get(group.name.replace("experts", "router"), ())
     if len(routers) > 1:
-        raise InconsistentPrograms(
-            f"{group.name}: one lane must choose them; got {', '.join(each.lane for each in routers)}"
-        )
+        choosers = ", ".join(each.lane for each in routers)
+        raise InconsistentPrograms(f"{group.name}: one lane must choose them; got {choosers}")
 
 
 def compute_instructions(program: Program) -> tuple[ComputeInstruction, ...]:
