@@ -30,6 +30,7 @@ def request_of(options: Options, settings: EngineSettings) -> Request:
         subchunks=settings.subchunks,
         machine=settings.emulated.hardware if settings.emulated else settings.machine,
         cards=tuple(card.memory for card in settings.cards),
+        cards_route=settings.emulated is not None,
         strategy=settings.strategy,
         strategy_layers=settings.strategy_layers,
         replan=settings.replan,

@@ -80,10 +80,10 @@ def ready_rows(
 
 
 @njit
-def count_chunk_items(geometry: Any, num_rows: int) -> int:
+def count_chunk_items(geometry: Any, row: Any, num_rows: int) -> int:
     """Items of an EXPERTS instruction in a prefill step: experts first, then sums, if they are
     this lane's."""
-    if geometry[t.THIS_CARD] >= 0:
+    if row[t.JOINS] < 0:
         return geometry[t.NUM_EXPERTS]
     return geometry[t.NUM_EXPERTS] - (-num_rows // SUM_ROWS)
 
@@ -345,7 +345,9 @@ def expert_chunk_item(
         wanted = read_i64(route + 8 * t.ROUTE_SEQUENCE)
         if wait_counter(counter, wanted, base + geometry[t.ABORT], 0, 0) != WAIT_OK:
             return ABORTED, 0
-        if row[t.JOINS] != 0 and not wait_joined(base, geometry, row, record, statistics):
+        # NOTE: a card's own experts are not among those: a card has one worker, which comes to the
+        # sums last.
+        if row[t.JOINS] > 0 and not wait_joined(base, geometry, row, record, statistics):
             return ABORTED, 0
         first, last = place * SUM_ROWS, min((place + 1) * SUM_ROWS, num_decode + num_prefill)
         middle = min(max(first, num_decode), last)

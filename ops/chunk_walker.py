@@ -107,7 +107,7 @@ def count_items(geometry: Any, row: Any, num_rows: int, num_prefill: int, togeth
         parts = count_parts(num_prefill, together) if _has_few_heads(geometry, row) else 1
         return row[t.ITEM_COUNT] * parts
     if row[t.KIND] == t.EXPERTS:
-        return count_chunk_items(geometry, num_rows)
+        return count_chunk_items(geometry, row, num_rows)
     return max(1, row[t.TILE_COUNT])
 
 

@@ -389,7 +389,7 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
     assert request.machine is not None, "cards are planned for on a machine that is described"
     model = pinned(
         # NOTE: a catalog calls its model by a fingerprint, which tells nobody anything.
-        model_of(catalog, "the model", is_ours=True),
+        model_of(catalog, "the model", is_ours=True, cards_route=request.cards_route),
         catalog_homes(catalog, request.pins, len(request.cards)),
     )
     context = min(request.context or DEFAULT_CONTEXT, model.max_context)

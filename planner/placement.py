@@ -52,6 +52,7 @@ class Request:
     subchunks: int | None = None  # most sub-chunks of a prompt that one step carries; None: chosen
     machine: Hardware | None = None  # with cards: all that is known of its speed
     cards: tuple[int, ...] = ()  # bytes of each card's memory
+    cards_route: bool = False  # they may compute routers: emulated ones can, those here cannot yet
     strategy: str = "auto"  # with cards: searched for, or a layout by hand
     strategy_layers: int | None = None  # of a layout that counts layers; None: as many as are best
     replan: bool = True
@@ -139,16 +140,24 @@ class CardPart:
         return Stream(self.link, sweep, self.num_slots)
 
 
-def expert_shares(counts: Mapping[str, int], processor: str, units: int) -> tuple[Share, ...]:
+def expert_shares(
+    counts: Mapping[str, int], processor: str, units: int, adds_up: str | None = None
+) -> tuple[Share, ...]:
     """Who computes the routed experts of a layer: cards, by how many live there, and a processor,
-    which has the others and adds up."""
+    which has the others.
+
+    adds_up: the lane with the last unit, the sum, whose share is the last; None: the processor.
+    """
+    adds_up = adds_up or processor
+    parts = {**counts, processor: units - 1 - sum(counts.values())}
+    parts[adds_up] += 1
     found: list[Share] = []
     at = 0
-    for lane, count in counts.items():
-        if count:
-            found.append(Share(lane, at, at + count))
-            at += count
-    return (*found, Share(processor, at, units))
+    for lane in sorted(parts, key=lambda lane: lane == adds_up):
+        if parts[lane]:
+            found.append(Share(lane, at, at + parts[lane]))
+            at += parts[lane]
+    return tuple(found)
 
 
 def link_of(card: str) -> str:

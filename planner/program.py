@@ -34,7 +34,9 @@ class ComputeInstruction:
     group: str
     first_unit: int
     last_unit: int
-    waits: tuple[Wait, ...]  # peers on the previous group, then at most one for what is brought
+    # peers on the previous group (of routed experts: who adds them up), then at most one for what
+    # is brought
+    waits: tuple[Wait, ...]
     # of who adds up routed experts: peers that compute others of them, before it can end
     joins: tuple[Wait, ...] = ()
 
@@ -173,6 +175,10 @@ def build_programs(
     group_index = 0
     for piece in cut_over(catalog, shares, streams.__getitem__):
         if piece.group_index != group_index:
+            before = catalog.groups[group_index]
+            if before.kind == "experts":  # who adds up has waited for all others
+                adds_up = shares[before.name][-1].lane
+                current = {adds_up: current[adds_up]}
             group_index, previous, current = piece.group_index, current, {}
         group = catalog.groups[group_index]
         brings = streams[piece.lane].lane

@@ -32,6 +32,11 @@ def first_stage(catalog: Catalog, old: Placement, new: Placement) -> Placement |
             late[after.lane] = set(after.resident) - set(before.resident)
             if _experts_in_common(before, after) != after.experts:
                 fewer[after.lane] = _experts_in_common(before, after)
+    for group in catalog.groups:
+        if group.kind == "router":  # which one lane computes, all of it
+            for card in new.cards:
+                if late.get(card.lane, set()).intersection(group.blocks):
+                    late[card.lane] |= set(group.blocks)
     if not any(late.values()) and not fewer:
         return None
     resident = list(new.resident)
@@ -94,7 +99,8 @@ def _without(
         if group.kind == "experts":
             layer = catalog.sparse_groups.index(group)
             counts = {card.lane: len(card.experts_of(layer)) for card in cards}
-            found[group.name] = expert_shares(counts, shares[group.name][-1].lane, group.units)
+            adds_up = shares[group.name][-1].lane
+            found[group.name] = expert_shares(counts, "cpu:0", group.units, adds_up)
             continue
         parts: list[Share] = []
         for share in shares[group.name]:

@@ -78,11 +78,13 @@ def over_cards(
     num_slots: int = MIN_SLOTS,
     *,
     embeds: bool = False,
+    routes: bool = False,
 ) -> Placement:
     """`whole`, of which all is in RAM, with every group shared out at random.
 
     A part may live on a card, come over its link (in decode, in prefill, or in both), or stay.
     Of experts, any may live on cards. embeds: the table of embeddings is the first card's.
+    routes: any lane may choose the experts of a layer, and any may add up what they give.
     """
     random = Random(seed)
     names = [f"gpu:{number}" for number in range(cards)]
@@ -98,13 +100,20 @@ def over_cards(
         if group.kind == "experts":
             of_layer = experts[catalog.sparse_groups.index(group)]
             counts = dict(zip(names, map(len, of_layer), strict=True))
+            adds_up = random.choice(("cpu:0", *names)) if routes else "cpu:0"
             for phase in shares:
-                shares[phase][group.name] = expert_shares(counts, "cpu:0", group.units)
+                shares[phase][group.name] = expert_shares(counts, "cpu:0", group.units, adds_up)
             continue
         if group.kind == "embed" and embeds:
             resident[names[0]] += group.blocks
             for phase in shares:
                 shares[phase][group.name] = (Share(names[0], 0, group.units),)
+            continue
+        if group.kind == "router" and routes and (lane := random.choice(("", *names))):
+            resident[lane] += group.blocks
+            leaves |= set(group.blocks)
+            for phase in shares:
+                shares[phase][group.name] = (Share(lane, 0, group.units),)
             continue
         if group.kind in ("embed", "router"):
             for phase in shares:
@@ -208,7 +217,12 @@ def specs(names: Sequence[str]) -> tuple[LaneSpec, ...]:
 
 
 def drawn(
-    seed: int, cards: int, slots: int | None = None, *, embeds: bool = False
+    seed: int,
+    cards: int,
+    slots: int | None = None,
+    *,
+    embeds: bool = False,
+    routes: bool = False,
 ) -> Callable[[Catalog, Request], Placement]:
     """What a scripted planner begins with: a placement over cards at random, which can run.
 
@@ -222,7 +236,7 @@ def drawn(
             assert catalog.experts is not None
             nbytes = slots * catalog.experts.slot_nbytes
             whole = replace(whole, expert_slots=slots, experts_nbytes=nbytes)
-        placement = over_cards(catalog, whole, seed, cards, embeds=embeds)
+        placement = over_cards(catalog, whole, seed, cards, embeds=embeds, routes=routes)
         for phase in ("decode", "prefill"):
             validate(catalog, placement, build_programs(catalog, placement, phase), phase)
         return placement

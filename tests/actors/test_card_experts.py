@@ -42,12 +42,17 @@ def on_cards(
     cards: int,
     slots: int | None = None,
     cores: Sequence[Sequence[int]] = ONE_THREAD,
+    *,
+    routes: bool = True,
 ) -> dict[str, Any]:
-    """Settings of an engine over so many cards, with everything shared out at random."""
+    """Settings of an engine over so many cards, with everything shared out at random.
+
+    routes: routers and sums of experts, too.
+    """
     return {
         "ram": AMPLE,
         "cores": cores,
-        "first": drawn(seed, cards, slots),
+        "first": drawn(seed, cards, slots, routes=routes),
         "cards": (CardSettings(1 << 30),) * cards,
         "emulated": Emulated(machine_with(cards), seed=seed),
     }
@@ -109,7 +114,9 @@ def test_moving_experts_while_tokens_are_made_changes_none(
         planner, now = engine.planner, engine.engine
         assert planner is not None
         for turn in range(1, 4):
-            again = drawn(10 * seed + turn, 2, slots)(now.blueprint.catalog, now.request)
+            again = drawn(10 * seed + turn, 2, slots, routes=turn != 2)(
+                now.blueprint.catalog, now.request
+            )
             planner.script.append((3 * turn, replace(again, placement_id=turn)))
         for _ in range(50):
             assert engine.generate(PROMPT, 20) == expected

@@ -32,7 +32,7 @@ from shadowlane.actors.card_program import CardInstruction, CounterWait
 from shadowlane.actors.exchange import Crossings
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.placement import Placement, Request, Share
+from shadowlane.planner.placement import Placement, Request, Share, expert_shares
 from shadowlane.planner.search import SPARE_EXPERTS
 
 PROMPT = tiny_tokens(41)
@@ -253,6 +253,37 @@ def test_embeddings_on_a_card(
         program = lane_of(engine)._programs[engine.engine.placement.placement_id, "decode"]
         (embed,) = [each for each in program.instructions if each.group == "embed"]
         assert bool(embed.resident) == (cards == 1)
+
+
+@pytest.mark.parametrize(("seed", "words"), [(0, "computes no router"), (1, "adds up no experts")])
+def test_what_only_emulated_cards_compute_is_refused(
+    tiny_model: Callable[..., Path], seed: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("mixtral")
+
+    def first(catalog: Catalog, request: Request) -> Placement:
+        assert not request.cards_route
+        placement = drawn(2, 1)(catalog, request)
+        name = catalog.sparse_groups[0].name
+        if seed:
+            count = len(placement.cards[0].experts_of(0))
+            units = catalog.group(name).units
+            share = expert_shares({"gpu:0": count}, "cpu:0", units, "gpu:0")
+        else:
+            name = name.replace("experts", "router")
+            share = (Share("gpu:0", 0, catalog.group(name).units),)
+        return replace(
+            placement,
+            shares={**placement.shares, name: share},
+            prefill_shares={**(placement.prefill_shares or placement.shares), name: share},
+        )
+
+    with (
+        fake_cards(monkeypatch),
+        pytest.raises(ValueError, match=words),
+        on_cards(model, first),
+    ):
+        pass
 
 
 def with_head_on_cards(catalog: Catalog, placement: Placement) -> Placement:
