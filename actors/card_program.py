@@ -96,7 +96,7 @@ def compile_program(
     routed expert. memory: all of the card's.
 
     Raises ValueError for a block that is neither there nor brought, and for what cards do not
-    compute: routers, and rows of an embedding that is in RAM.
+    compute: routers, sums of experts, and rows of an embedding that is in RAM.
     """
     number = layout.card_of(placement.number_of(lane))
     assert number is not None, "only cards have such programs"
@@ -116,6 +116,8 @@ def compile_program(
         group = groups[each.group]
         if group.kind == "router":  # who chooses also marks what is in RAM, and asks for the rest
             raise ValueError(f"{each.group} must be a processor's; {lane} computes no router")
+        if group.kind == "experts" and each.last_unit == catalog[each.group].units:
+            raise ValueError(f"a processor must add up {each.group}; {lane} adds up no experts")
         if group.kind == "attn":
             assert group.layer is not None
             first, last = kv_heads.get(group.layer, (each.first_unit, each.last_unit))

@@ -150,14 +150,9 @@ class Crew:
             self.disk = self._start_disk()
 
     def _start_card(self, card: int) -> Remote:
-        number, is_emulated = len(self._settings.cores) + card, not self._has_cards
+        number, is_emulated = len(self._settings.cores) + card, not self._settings.are_cards_here
         uuid = self._settings.cards[card].uuid
         return self._host.start_card(number, card, is_emulated=is_emulated, uuid=uuid)
-
-    @property
-    def _has_cards(self) -> bool:
-        """Whether cards are here: their memory is their own, and what lived there died with it."""
-        return bool(self._settings.cards) and self._settings.emulated is None
 
     def _start_disk(self) -> Remote:
         settings = self._settings
@@ -230,7 +225,6 @@ class Crew:
         self.load_cards()
         if self._blueprint.experts is not None:
             self.disk_lane.call("keep_experts", self._heat, self._settings.expert_policy).result()
-            self._leave_to_cards(self.placement)
         # What an older placement alone had in memory is gone, and no step will run under it.
         now = self.placement.placement_id
         self._published = {key: each for key, each in self._published.items() if key >= now}
@@ -325,7 +319,7 @@ class Crew:
             calls.append((lane, (self._of_lane(programs, lane), homes, copies)))
         for lane, part, there in zip(self.cards, placement.cards, self.card_homes, strict=True):
             held = {each: there.offsets[each] for each in self._blueprint.on_card(part)}
-            if self._has_cards:
+            if self._settings.are_cards_here:
                 now = heads_on(self._blueprint, self.placement, lane.name)
                 heads = {each: there.offsets.get(each) for each in now}
                 calls.append((lane, (programs, held, heads)))
@@ -387,7 +381,7 @@ class Crew:
         self._start_sweep(placement, keeps_ring)
         self.placement = placement
         self._drop_all_but([placement])
-        if self._has_cards:
+        if self._settings.are_cards_here:
             wait_between_steps([self._take_cached(each, pages) for each in changes])
         for each in [each for each in self._held if each <= placement.placement_id]:
             self._release_experts(each)
@@ -423,7 +417,7 @@ class Crew:
 
     def _leave_cached(self, change: ChangeOfHeads, pages: Sequence[int]) -> Pending:
         """Of a card that is emulated, the time of all that moves; its bytes stay."""
-        if self._has_cards:
+        if self._settings.are_cards_here:
             return self.cards[change.card].call("leave_cached", change.left, pages)
         nbytes = page_nbytes(self._blueprint) * len(pages) * change.num_moved
         if not nbytes:
@@ -519,7 +513,7 @@ class Crew:
         jobs: list[tuple[str, tuple[object, ...]]] = [("load", (homes,))]
         for part, there in zip(placement.cards, self.card_homes, strict=True):
             held = there.take(self._blueprint.on_card(part))
-            if self._has_cards:
+            if self._settings.are_cards_here:
                 there.take(heads_on(self._blueprint, placement, part.lane))
                 continue
             total += sum(sizes[number] for number in self._blueprint.on_card(part))
@@ -551,7 +545,7 @@ class Crew:
 
         Before anything is loaded there. Returns lines for people.
         """
-        if not self._has_cards:
+        if not self._settings.are_cards_here:
             return []
         for number, (card, link) in enumerate(zip(self.cards, self.links, strict=True)):
             self._choices[number] = choose_copier(number, card, link, self._layout)
@@ -569,7 +563,7 @@ class Crew:
 
         Off the disk a block lands in RAM first, together with as many others as there is room for.
         """
-        if not self._has_cards:
+        if not self._settings.are_cards_here:
             return
         sizes = self._blueprint.held_nbytes
         wanted: list[dict[int, int]] = [
@@ -686,7 +680,7 @@ class Crew:
         for link, each in zip(self.links, moves.taken[1:], strict=True):
             if each.offsets:
                 moves.later.append((link, each.offsets))
-                if not self._has_cards:
+                if not self._settings.are_cards_here:
                     self._read_for_cards(moves, each.offsets)
         return moves
 
@@ -742,7 +736,7 @@ class Crew:
 
     def _move_to_cards(self, moves: Moves) -> None:
         """Out of RAM where a block is there; else off the disk, and then the time of its copy."""
-        if self._has_cards:
+        if self._settings.are_cards_here:
             if moves.parcels is None:
                 moves.parcels = chain.from_iterable(
                     self._parcels_for(link, offsets) for link, offsets in moves.later
@@ -770,7 +764,7 @@ class Crew:
 
     def _exchange_experts(self, moves: Moves) -> None:
         """Begin what `ExpertMoves` says. Raises LaneDied."""
-        if self._has_cards or self._blueprint.experts is None:
+        if self._settings.are_cards_here or self._blueprint.experts is None:
             return
         first = len(self._blueprint.sources)
         coming = [number for each in moves.taken[1:] for number in each.offsets if number >= first]
@@ -838,7 +832,7 @@ class Crew:
             held: set[int | Heads] = {
                 n for each in kept for n in self._blueprint.on_card(each.cards[card])
             }
-            if self._has_cards:  # heads move at the switch
+            if self._settings.are_cards_here:  # heads move at the switch
                 held |= set(heads_on(self._blueprint, self.placement, self.cards[card].name))
             self._drop(there, [block for block in there.offsets if block not in held])
 
@@ -853,5 +847,5 @@ class Crew:
 
     def _release(self, offset: int, nbytes: int) -> None:
         """Give room back to the system, unless a card may have pinned it (or it is the card's)."""
-        if not self._has_cards:
+        if not self._settings.are_cards_here:
             self._arena.release(offset, nbytes)

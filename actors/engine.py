@@ -555,8 +555,7 @@ class Engine:
                 self._plan_for_less(failure.full)
             return
         # What cards that are here hold of keys and values is given back with their lanes.
-        has_cards = bool(self.settings.cards) and self.settings.emulated is None
-        self.batch.fail_running(reason, keeps_caches=not has_cards)
+        self.batch.fail_running(reason, keeps_caches=not self.settings.are_cards_here)
         this = (reason, self.steps_retired)
         if isinstance(failure, LaneFailed) and (
             this == self._last_failure or not self._is_model_unchanged()

@@ -260,7 +260,8 @@ def lower(
         for wait in instruction.waits:
             if wait.lane != stream.lane:
                 row[t.PEER_WAIT + placement.number_of(wait.lane)] = wait.rel
-        row[t.JOINS] = int(bool(instruction.joins))
+        if instruction.last_unit == blueprint.catalog.groups[number].units:
+            row[t.JOINS] = int(bool(instruction.joins))
         for wait in instruction.joins:
             row[t.JOIN_WAIT + placement.number_of(wait.lane)] = wait.rel
         row[t.CARD_EXPERTS] = tables.get(int(row[t.SPARSE_LAYER]), -1)
@@ -396,7 +397,10 @@ def _crossings(here: str, there: str) -> int:
 
 
 def _link_routers(instructions: np.ndarray) -> None:
-    """Let each layer's experts know the router of the next; both are the same lane's."""
+    """Let each layer's experts know the router of the next, where both are this lane's.
+
+    So one lane looks ahead, or none.
+    """
     routers = {
         int(row[t.SPARSE_LAYER]): ordinal
         for ordinal, row in enumerate(instructions)

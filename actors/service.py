@@ -33,11 +33,13 @@ from shadowlane.ops.sampling import SamplingParams
 from shadowlane.ops.sources import source_key
 from shadowlane.ops.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
 from shadowlane.paths import cache_dir, last_timeline_path
+from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import plan_report, tiers
 from shadowlane.planner.explain_cards import card_report, card_tiers
 from shadowlane.planner.heat import Heat, heat_from_json, merged
 from shadowlane.planner.hit_rate import with_measured
+from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Profile
 from shadowlane.planner.simulate import simulate
 
@@ -390,8 +392,8 @@ class Service:
         at_hits_s = None
         if experts is not None and experts["hit_rate"] is not None:
             rate, tokens = experts["hit_rate"], generated - 1
-            found = with_measured(engine.catalog, placement.expert_slots, rate, tokens)
-            at_hits_s = simulate(found, placement, CostModel(self._profile)).step_s
+            catalog = with_measured(engine.catalog, placement.expert_slots, rate, tokens)
+            at_hits_s = at_hits_of(catalog, placement, self._profile)
         # what streams is read at every step; of experts it is what was read
         read: int | None = sum(
             engine.blueprint.catalog.blocks[index].held_nbytes for index in placement.sweep
@@ -494,6 +496,16 @@ def _cut_short(sequence: Sequence) -> tuple[str, ...]:
         return ()
     held = len(sequence.prompt) + len(sequence.generated)
     return (f"the answer ends because the context of {held} tokens is full; ask for a larger one",)
+
+
+def at_hits_of(catalog: Catalog, placement: Placement, profile: Profile | None) -> float | None:
+    """Predicted seconds of a decode step, had it been known how often experts are hit.
+
+    None with cards: a profile knows none, nor a machine that is emulated.
+    """
+    if placement.cards:
+        return None
+    return simulate(catalog, placement, CostModel(profile)).step_s
 
 
 def bottleneck(lanes: dict[str, dict[str, Any]]) -> str:

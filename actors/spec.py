@@ -94,6 +94,11 @@ class EngineSettings:
         SPIN_US  # what a wait may spin before it sleeps, until the planner says otherwise
     )
 
+    @property
+    def are_cards_here(self) -> bool:
+        """Not emulated: their memory is their own, and what lived there dies with their lanes."""
+        return bool(self.cards) and self.emulated is None
+
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:

@@ -30,15 +30,6 @@ from shadowlane.planner.hybrid_regret import TooManyPlans, annealed, exact, shor
 from shadowlane.planner.hybrid_search import search
 from shadowlane.shapes import load_hardware, shape_model
 
-MODELS = (
-    "llama-2-13b",
-    "llama-2-70b",
-    "llama-3.1-70b",
-    "qwen2.5-32b",
-    "mixtral-8x7b",
-    "qwen3-30b-a3b",
-    "gpt-oss-120b",
-)
 LAYERS = 3  # of an instance that is solved exactly: 16 groups
 PROMPTS = Prompts(Work("prefill", 2048, 1, 1024, 4096), 1 / 128)
 COLUMNS = ("exact", "annealed, 16 groups", "annealed", "both")
@@ -77,7 +68,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = pairs_parser(__doc__, MODELS)
+    parser = pairs_parser(__doc__)
     parser.add_argument("--tries", type=int, default=2000, help="evaluations of annealing")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []

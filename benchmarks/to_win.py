@@ -40,15 +40,6 @@ from shadowlane.planner.routing_files import read_trace
 from shadowlane.planner.scenarios import SCENARIOS, evaluate
 from shadowlane.shapes import load_hardware, longest_context, shape_model
 
-MODELS = (
-    "llama-2-13b",
-    "llama-2-70b",
-    "llama-3.1-70b",
-    "qwen2.5-32b",
-    "mixtral-8x7b",
-    "qwen3-30b-a3b",
-    "gpt-oss-120b",
-)
 FEW_EXPERTS = 16  # of models with so few none is much hotter than another
 PARTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 ADAPTS_EVERY = 16  # tokens between two looks at what is hot
@@ -281,7 +272,7 @@ def following_table(trace: Trace, names: Iterable[str], paths: Sequence[Path]) -
 
 
 def main() -> None:
-    parser = pairs_parser(__doc__, MODELS)
+    parser = pairs_parser(__doc__)
     parser.add_argument("--routing", type=Path, help="a recorded trace, for how hot experts are")
     parser.add_argument("--crossing-us", type=float, metavar="US", help="of every card's crossings")
     parser.add_argument(

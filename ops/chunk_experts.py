@@ -82,9 +82,16 @@ def ready_rows(
 def count_chunk_items(geometry: Any, row: Any, num_rows: int) -> int:
     """Items of an EXPERTS instruction in a prefill step: experts first, then sums, if they are
     this lane's."""
-    if geometry[t.THIS_CARD] >= 0:
-        return max(1, row[t.TILE_COUNT])
-    return geometry[t.NUM_EXPERTS] - (-num_rows // SUM_ROWS)
+    count = _expert_items(geometry, row)
+    if row[t.JOINS] >= 0:
+        count -= -num_rows // SUM_ROWS
+    return max(1, count)
+
+
+@njit
+def _expert_items(geometry: Any, row: Any) -> int:
+    """Of those, the items of experts: a card has its own, a processor any."""
+    return row[t.TILE_COUNT] if geometry[t.THIS_CARD] >= 0 else geometry[t.NUM_EXPERTS]
 
 
 @njit
@@ -336,7 +343,7 @@ def expert_chunk_item(
     num_decode, num_prefill = load64(record + 8 * t.NUM_DECODE), load64(record + 8 * t.NUM_PREFILL)
     together = load64(record + 8 * t.SUBCHUNK_ROWS)
     route = route_at(base, geometry, row[t.SPARSE_LAYER])
-    place = item - geometry[t.NUM_EXPERTS]
+    place = item - _expert_items(geometry, row)
     if is_void and (place >= 0 or read_i64(route + 8 * t.ROUTE_STEP) != step):
         return DONE, 0  # a sum, or of a layer that has chosen nothing for this step
     if place >= 0:
@@ -344,7 +351,9 @@ def expert_chunk_item(
         wanted = read_i64(route + 8 * t.ROUTE_SEQUENCE)
         if wait_counter(counter, wanted, base + geometry[t.ABORT], 0, 0) != WAIT_OK:
             return ABORTED, 0
-        if row[t.JOINS] != 0 and not wait_joined(base, geometry, row, record, statistics):
+        # NOTE: a card's own experts are not among those: a card has one worker, which comes to the
+        # sums last.
+        if row[t.JOINS] > 0 and not wait_joined(base, geometry, row, record, statistics):
             return ABORTED, 0
         first, last = place * SUM_ROWS, min((place + 1) * SUM_ROWS, num_decode + num_prefill)
         middle = min(max(first, num_decode), last)

@@ -199,14 +199,22 @@ def crossing_s(row: Any, record: int, law: int, crossings: int) -> float:
 
 
 @njit
-def joined_ns(geometry: Any, row: Any, law: int) -> int:
-    """When the last of those ended who compute other experts of the layer; 0: nobody does."""
+def joined_ns(geometry: Any, row: Any, record: int, law: int) -> int:
+    """When the last is here that others give who compute experts of the layer; 0: nobody does.
+
+    It crosses once between processor and card, twice from card to card.
+    """
     last = 0
-    if row[t.JOINS] != 0:
+    if row[t.JOINS] > 0:
+        slowed = law_f64(law, SLOWED) * 1e9
         for lane in range(t.MAX_LANES):
             if row[t.JOIN_WAIT + lane] >= 0:
                 other = law + (lane - geometry[t.LANE]) * LAW_NBYTES
-                last = max(last, int(law_f64(other, ENDED_NS)))
+                crossings = 0
+                for side in (law, other):
+                    crossings += 1 if law_f64(side, PORT_BYTES_PER_S) <= 0.0 else 0
+                crossing_ns = int(crossing_s(row, record, law, crossings) * slowed)
+                last = max(last, int(law_f64(other, ENDED_NS)) + crossing_ns)
     return last
 
 
@@ -241,9 +249,7 @@ def hold(
     if late_ns > 0:
         end_ns = max(end_ns, late_ns + int(working * LAST_PART * slowed))
     own_ns = end_ns
-    joined = joined_ns(geometry, row, law)
-    if joined > 0:  # what others gave crosses once more, and is added up
-        end_ns = max(end_ns, joined + int(crossing_s(row, record, law, 1) * slowed))
+    end_ns = max(end_ns, joined_ns(geometry, row, record, law))
     over_ns = now_ns() - end_ns
     if over_ns > 0:
         write_f64(law + 8 * OVERRUN_S, law_f64(law, OVERRUN_S) + over_ns * 1e-9)

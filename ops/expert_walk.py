@@ -5,7 +5,8 @@ the others as they arrive. Items that no expert stands behind (rows may choose t
 nothing to do, so the number of items does not depend on the choice. Each expert writes rows of its
 own, one for each pair of row and rank; whoever finishes the instruction adds them up by rank, so a
 result does not depend on what arrived when. Experts that live on cards are computed there at the
-same time, by instructions of the cards' lanes; the processor's adds up when these have retired.
+same time, by instructions of the cards' lanes; one lane, a processor's or a card's, adds up when
+those of the others have retired.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ CROSSINGS: Final = 36  # between processor and cards, before its input is there
 IS_FIRST: Final = 37  # 1: the lane's first instruction in its layer
 # ROUTER, EXPERTS: item of the layer's expert 0 in a table of those that live on cards, see CARD;
 CARD_EXPERTS: Final = 38  # -1: none of them does
-JOINS: Final = 39  # EXPERTS: 1 where others compute some, and this lane adds up; see JOIN_WAIT
+# EXPERTS: 1: this lane adds up what it and others compute, see JOIN_WAIT; 0: it computes all;
+JOINS: Final = 39  # -1: another lane adds up
 PEER_WAIT: Final = 40  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
 JOIN_WAIT: Final = PEER_WAIT + MAX_LANES  # the same, before EXPERTS are added up
 INSTRUCTION_COLUMNS: Final = JOIN_WAIT + MAX_LANES

@@ -400,8 +400,8 @@ def walk(
                 if kind == t.ROUTER:
                     is_decode = 0 if same_sequence else 1
                     misses = route(base, geometry, row, items, step, num_rows, is_decode)
-                elif kind == t.EXPERTS and geometry[t.THIS_CARD] < 0:
-                    if row[t.JOINS] != 0 and not wait_joined(
+                elif kind == t.EXPERTS and row[t.JOINS] >= 0:
+                    if row[t.JOINS] > 0 and not wait_joined(
                         base, geometry, row, record, statistics
                     ):
                         return 1

@@ -40,6 +40,7 @@ from shadowlane.planner.placement import InfeasiblePlan, Placement, Request, sho
 from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.ram_watch import RamWatch
 from shadowlane.planner.search import later_slots
+from shadowlane.planner.shortage import what_is_short
 from shadowlane.planner.stages import first_stage, with_experts
 from shadowlane.planner.trial import Option, Settings
 
@@ -135,7 +136,10 @@ class CardPlanner:
         question = question_over_cards(self.catalog, self.request)
         strategy = self.request.strategy
         if strategy == OURS:
-            plan = search(question).plan
+            try:
+                plan = search(question).plan
+            except TooLarge as error:
+                raise TooLarge(f"{error}: {what_is_short(question)}") from None
         else:
             plan = plan_by_hand(question, strategy, self.request.strategy_layers)
         placement = self._exact(plan, question)
@@ -380,7 +384,14 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
     """For decode, and a part of a chunk of a prompt for every token of an answer."""
     assert request.machine is not None, "cards are planned for on a machine that is described"
     model = pinned(
-        model_of(catalog, catalog.model, is_ours=True, brings_experts=request.brings_experts),
+        # NOTE: a catalog calls its model by a fingerprint, which tells nobody anything.
+        model_of(
+            catalog,
+            "the model",
+            is_ours=True,
+            cards_route=request.cards_route,
+            brings_experts=request.brings_experts,
+        ),
         catalog_homes(catalog, request.pins, len(request.cards)),
     )
     context = min(request.context or DEFAULT_CONTEXT, model.max_context)

@@ -11,9 +11,16 @@ from fractions import Fraction
 from itertools import pairwise
 
 from shadowlane.planner.catalog import Catalog, Group
-from shadowlane.planner.hybrid import NOTHING, Plan, Site, stage_nbytes
+from shadowlane.planner.hybrid import NOTHING, Plan, Site, stage_nbytes, whole_on
 from shadowlane.planner.hybrid_layouts import PHASES, Question
-from shadowlane.planner.placement import MIN_SLOTS, CardPart, Share, show_nbytes, whole_pages
+from shadowlane.planner.placement import (
+    MIN_SLOTS,
+    CardPart,
+    Share,
+    expert_shares,
+    show_nbytes,
+    whole_pages,
+)
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.sections import (
     Carry,
@@ -83,9 +90,13 @@ class Draft:
         count = len(self.cards)
         loads = question.model.loads
         named = {load.name: site for load, site in zip(loads, plan.sites, strict=True)}
+        can_route = {load.name for load in loads if load.is_undivided and not load.stays}
         found: list[Site] = []
         for group in self.catalog.groups:
-            if group.kind in ("embed", "router"):
+            if group.kind == "embed" or (
+                group.kind == "router"
+                and (group.name not in can_route or _card_of(named[group.name]) is None)
+            ):
                 found.append(Site(0.0, 1.0, over=(0.0,) * count))
                 continue
             site = named[group.name]
@@ -93,9 +104,10 @@ class Draft:
                 site = Site(0.0, site.ram, over=())
             elif len(site.over) != count:
                 raise ValueError(f"{group.name} must be shared by {count} cards; got {site.over}")
-            if group.kind == "attn":
+            # What a router chose would come too late; itself is whole, and stays where it is.
+            if group.kind in ("attn", "router"):
                 site = replace(site, brought=0.0, brought_prefill=0.0)
-            if group.kind == "experts":  # what a router chose would come too late
+            if group.kind == "experts":
                 site = replace(site, brought=0.0)
             found.append(site)
         return found
@@ -119,9 +131,15 @@ class Draft:
     def _rounded(self) -> list[Sections]:
         """What the plan wants on cards, rounded, and the rest in RAM."""
         carry = Carry()
+        count = len(self.cards)
         found: list[Sections] = []
         for group, cuts, site in zip(self.catalog.groups, self.cuts, self._sites, strict=True):
             held = 0
+            if group.kind == "router" and site.vram:  # undivided, and may have no blocks
+                card = _card_of(site)
+                ends = [0 if card is None or each < card else cuts.last for each in range(count)]
+                found.append(Sections(ends, cuts.last))
+                continue
             if site.vram > 0.0 and site.over:
                 most = cuts.last
                 if group.kind == "experts":  # whose sum is the processor's
@@ -231,8 +249,11 @@ class Draft:
                         index -= 1
                         continue
                     before, kv_before = self._held_of(index, card)
+                    fewer = 1
+                    if self.catalog.groups[index].kind == "router":
+                        fewer = own.ends[card]
                     for later in range(card, len(own.ends)):  # those keep as many blocks
-                        own.ends[later] -= 1
+                        own.ends[later] -= fewer
                     after, kv_after = self._held_of(index, card)
                     weights, kv = weights + after - before, kv + kv_after - kv_before
                     taken[card] += before - after + up(kv_before - kv_after)
@@ -333,7 +354,19 @@ class Draft:
         """
         brought = self._brought(phase)
         shares: dict[str, tuple[Share, ...]] = {}
+        chooser = processor  # of the layer's experts: who computes the router
         for (group, cuts, own), ends in zip(self.groups(), brought, strict=True):
+            if group.kind == "experts":
+                held = [own.ends[card] - own.start(card) for card in range(len(self.cards))]
+                come = [last - first for first, last in pairwise((own.on_cards, *ends))]
+                shares[group.name] = expert_shares(
+                    dict(zip(self.cards, held, strict=True)),
+                    processor,
+                    group.units,
+                    chooser,
+                    brought=dict(zip(self.cards, come, strict=True)),
+                )
+                continue
             parts: list[Share] = []
             start = 0
             lanes = [*self.cards, *self.cards, processor]
@@ -342,6 +375,8 @@ class Draft:
                     parts.append(Share(lane, cuts.units[start], cuts.units[end]))
                     start = end
             shares[group.name] = tuple(parts)
+            if group.kind == "router":
+                chooser = parts[0].lane
         return shares
 
 
@@ -355,6 +390,11 @@ def _slot_nbytes(catalog: Catalog, budget: int, comes: bool) -> int:
     if MIN_SLOTS * expert > budget // RING_PART:
         return catalog.slot_nbytes
     return max(catalog.slot_nbytes, expert)
+
+
+def _card_of(site: Site) -> int | None:
+    """The card that has all of a group."""
+    return whole_on(site.vram, site.over)
 
 
 def dealt(ranked: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:

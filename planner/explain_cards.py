@@ -33,6 +33,7 @@ def card_report(catalog: Catalog, placement: Placement, request: Request) -> dic
         "measured": False,
         "unmeasured": [],
         "emulated": True,
+        "hardware": question.machine.name,
         "budget": {"ram": placement.ram, **{each.lane: each.budget for each in placement.cards}},
         "bytes": {
             **ram_parts(placement),

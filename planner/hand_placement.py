@@ -76,8 +76,19 @@ def plan_by_hand(question: Question, strategy: str, layers: int | None = None) -
         plan = OF_LAYERS[strategy](question, layers)
     if plan is None:
         setting = "" if layers is None else f" {layers}"
-        raise TooLarge(
-            f"{strategy}{setting} of {question.model.name} must fit {question.machine.name}; it "
-            "does not"
-        )
+        if (needed := _missing_for(question, strategy)) is not None:
+            raise TooLarge(f"{strategy} needs {needed}")
+        raise TooLarge(f"{strategy}{setting} must fit {question.machine.name}; it does not")
     return plan
+
+
+def _missing_for(question: Question, strategy: str) -> str | None:
+    """What a layout cannot do without and is not there; None: all is there."""
+    cards = len(question.machine.cards)
+    if strategy != "cpu" and not cards:
+        return f"a card; {question.machine.name} has none"
+    if strategy == "row-split" and cards == 1:
+        return f"several cards; {question.machine.name} has 1"
+    if strategy == "cpu-moe" and not any(load.experts for load in question.model.loads):
+        return "a mixture of experts; this model is none"
+    return None

@@ -42,6 +42,14 @@ class Hardware:
     disk_bytes_per_s: float  # large direct reads
 
 
+RATES = frozenset(
+    field.name
+    for kind in (Card, Hardware)
+    for field in fields(kind)
+    if field.name.endswith(("_per_s", "flops"))
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """What other programs leave: parts of rates (1.0: all of it) and bytes they hold."""
@@ -64,6 +72,8 @@ CALM = Conditions()
 
 def read_hardware(data: Any) -> Hardware:
     """From the contents of a hardware file. Raises ValueError naming the key, rule and value."""
+    if data is None:
+        raise ValueError("a hardware file must hold keys and values; it is empty")
     if not isinstance(data, Mapping):
         raise ValueError(f"a hardware file must hold keys and values; got {type(data).__name__}")
     cards = data.get("cards")
@@ -73,6 +83,12 @@ def read_hardware(data: Any) -> Hardware:
     read = tuple(
         Card(**_figures(Card, card, f"cards[{index}]")) for index, card in enumerate(cards)
     )
+    for index, card in enumerate(read):
+        if card.reserved_nbytes >= card.vram_nbytes:
+            raise ValueError(
+                f"reserved_nbytes of cards[{index}] must be less than its vram_nbytes, "
+                f"{card.vram_nbytes:g}; got {card.reserved_nbytes:g}"
+            )
     return Hardware(**_figures(Hardware, machine, "the file", without=("cards",)), cards=read)
 
 
@@ -95,12 +111,12 @@ def _figures(
                 raise ValueError(f"name of {where} must be a text; got {data[name]!r}")
             found[name] = data[name]
         else:
-            found[name] = _figure(data[name], f"{name} of {where}")
+            found[name] = _figure(data[name], f"{name} of {where}", is_rate=name in RATES)
     return found
 
 
-def _figure(entry: Any, where: str) -> float:
-    """YAML reads 448e9 as a text: a number is whatever float() takes."""
+def _figure(entry: Any, where: str, is_rate: bool) -> float:
+    """YAML reads 448e9 as a text: a number is whatever float() takes. Times divide by rates."""
     if not isinstance(entry, Mapping) or set(entry) != {"value", "source"}:
         raise ValueError(f"{where} must be {{value: ..., source: ...}}; got {entry!r}")
     if not isinstance(entry["source"], str) or not entry["source"].strip():
@@ -109,6 +125,8 @@ def _figure(entry: Any, where: str) -> float:
         value = float(entry["value"])
     except (TypeError, ValueError):
         value = -1.0
-    if isinstance(entry["value"], bool) or not 0.0 <= value < float("inf"):
-        raise ValueError(f"{where} must be a number, 0 or more; got {entry['value']!r}")
+    is_allowed = 0.0 < value < float("inf") or (value == 0.0 and not is_rate)
+    if isinstance(entry["value"], bool) or not is_allowed:
+        rule = "a number above 0" if is_rate else "a number, 0 or more"
+        raise ValueError(f"{where} must be {rule}; got {entry['value']!r}")
     return value

@@ -46,9 +46,10 @@ class Load:
     # how our own lanes do it, see `model_of`
     stays: bool = False  # the processor computes it, and no card
     home: str | None = None  # where the user pinned it: "gpu:<n>", "cpu", "disk"; see `pins.py`
-    # the processor adds up what all sides give; none of it is brought but, where it `comes`, for
+    # who chose adds up what all sides give; none of it is brought but, where it `comes`, for
     # prompts: then all experts or a fixed part of them, whatever routers choose
     is_joined: bool = False
+    is_undivided: bool = False  # one side computes all of it: a router, see `chooser`
     comes: bool = False
 
     @property
@@ -118,15 +119,17 @@ def model_of(
     windows: Sequence[int | None] = (),
     *,
     is_ours: bool = False,
+    cards_route: bool = False,
     brings_experts: bool = False,
 ) -> Model:
     """The groups of a catalog as loads. windows: of each layer; none given: no layer has one.
 
-    is_ours: as our own lanes run it, which have routers computed by the processor and experts added
-    up there; those come over no link for an answer, since a router chooses too late, and for
-    prompts if `brings_experts` says that the cards' lanes can. What comes off the disk is the
-    processor's too, and where anything of a dense model does, all phases bring the same. Of keys
-    and values all are kept, in whole pages, however far layers look back.
+    is_ours: as our own lanes run it. One of them computes a layer's router and adds up its experts:
+    the processor, or, if `cards_route`, a card. Experts come over no link for an answer, since a
+    router chooses too late, and for prompts if `brings_experts` says that the cards' lanes can.
+    What comes off the disk is the processor's too, and where anything of a dense model does, all
+    phases bring the same. Of keys and values all are kept, in whole pages, however far layers look
+    back.
     """
     attns = sum(1 for group in catalog.groups if group.kind == "attn")
     kv_nbytes = catalog.page_nbytes / catalog.page_tokens / max(1, attns)
@@ -150,7 +153,8 @@ def model_of(
                 experts=experts.per_layer if experts else 0,
                 top_k=experts.top_k if experts else 0,
                 page_tokens=catalog.page_tokens if is_ours and group.kind == "attn" else 0,
-                stays=is_ours and group.kind == "router",
+                stays=is_ours and not cards_route and group.kind == "router",
+                is_undivided=is_ours and group.kind == "router",
                 is_joined=is_ours and experts is not None,
                 comes=is_ours and brings_experts and experts is not None,
             )
@@ -159,6 +163,23 @@ def model_of(
     fixed = gathered + catalog.constants_nbytes + catalog.scratch_nbytes
     row_nbytes = cols * ACTIVATION_NBYTES
     return Model(name, tuple(loads), row_nbytes, fixed, catalog.max_context, is_ours)
+
+
+def whole_on(vram: float, over: Sequence[float]) -> int | None:
+    """The card that holds all of a load, by its part on cards and how they share that."""
+    if vram < 1.0 - NOTHING:
+        return None
+    return next((card for card, part in enumerate(over) if part >= 1.0 - NOTHING), None)
+
+
+def chooser(model: Model, sites: Sequence[Site], index: int) -> int:
+    """Who chooses among the experts of load `index`, and adds up what they give, as a side: 0 for
+    the processor, 1 for the first card."""
+    if not index or not model.loads[index - 1].is_undivided:
+        return 0
+    router = sites[index - 1]
+    card = whole_on(router.vram, router.over)
+    return 0 if card is None else 1 + card
 
 
 def assumed_hits(model: Model) -> HitRate:

@@ -10,7 +10,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from shadowlane.planner.hybrid import NOTHING, Model, Plan, all_kv_nbytes, stage_nbytes
+from shadowlane.planner.hybrid import (
+    NOTHING,
+    Model,
+    Plan,
+    all_kv_nbytes,
+    stage_nbytes,
+    whole_on,
+)
 from shadowlane.planner.hybrid_layouts import (
     Answer,
     Question,
@@ -143,6 +150,8 @@ def shrunk(question: Question, spread: Spread, *, brings: bool = True) -> Spread
         load = loads[index]
         if not vram[index] or load.kind == "attn" or load.experts or load.home is not None:
             continue
+        if load.is_undivided:
+            continue
         short = max(
             (-have / part for have, part in zip(left, spread.over[index], strict=True) if part),
             default=0.0,
@@ -188,6 +197,24 @@ def _without_experts(question: Question, spread: Spread, brings: bool) -> list[f
     return vram
 
 
+def follow(question: Question, best: Answer) -> Answer:
+    """`best`, or the same with routers on the cards of their layers, wherever they may be there."""
+    loads = question.model.loads
+    spread, brought = Spread.of(best.plan), brought_of(best.plan)
+    for index, load in enumerate(loads):
+        if not load.is_undivided or load.stays or load.home is not None:
+            continue
+        card = whole_on(spread.vram[index - 1], spread.over[index - 1])
+        if card is not None:
+            spread.vram[index], spread.over[index] = 1.0, spread.over[index - 1]
+    name = _refined(best.plan.name)
+    plan = settle(question, name, spread, brought)  # which takes back what saves nothing
+    if plan is not None and not question.fits(plan):
+        brings = any(map(any, brought.values()))
+        plan = settle(question, name, shrunk(question, Spread.of(plan), brings=brings), brought)
+    return best_of(question, [plan], best)
+
+
 # -- by trying
 
 
@@ -202,7 +229,7 @@ def refine(question: Question, best: Answer, tries: int, using: Collection[str])
     movable = [
         index
         for index in bringable
-        if loads[index].nbytes and not loads[index].experts and not loads[index].stays
+        if loads[index].nbytes and not loads[index].experts and not loads[index].is_undivided
     ]
     may_bring, may_split = "bring" in using, "split" in using
     if not movable:
@@ -234,7 +261,7 @@ def refine(question: Question, best: Answer, tries: int, using: Collection[str])
                 spread.vram[index] += grown * (part or 1.0 if may_split else 1.0)
         plan = settle(question, _refined(best.plan.name), spread, brought)
         best = best_of(question, [plan], best)
-    return best
+    return follow(question, best) if any(load.is_undivided for load in loads) else best
 
 
 def replan(question: Question, plan: Plan) -> Answer | None:

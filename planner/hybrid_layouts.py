@@ -26,6 +26,7 @@ from shadowlane.planner.hybrid import (
     fits,
     ram_room,
     vram_room,
+    whole_on,
 )
 from shadowlane.planner.hybrid_play import Times, play
 from shadowlane.planner.profile import Phase
@@ -140,6 +141,7 @@ def settle(
     model, work = question.model, question.work
     if model.has_pins:
         spread, brought = _at_home(question, spread, brought)
+    spread = _with_routers(model, spread)
     room = ram_room(question.machine, question.state) - model.fixed_ram_nbytes
     dense = experts = 0.0
     reads = False
@@ -171,7 +173,9 @@ def settle(
         if load.stays:
             vram = 0.0
         kept = experts_kept if load.experts else _KEPT.get(load.home, dense_kept)
-        if load.stays or load.is_joined:  # of experts in RAM any may come, before they are chosen
+        if (
+            load.is_undivided or load.is_joined
+        ):  # of experts in RAM any may come, before they are chosen
             in_decode, in_prefill = 0.0, min(in_prefill, kept) if load.comes else 0.0
         if model.is_ours and dense_kept < 1.0:
             # What is read is the processor's, in all phases alike.
@@ -188,6 +192,30 @@ def settle(
             )
         sites.append(known[key])
     return Plan(name, tuple(sites))
+
+
+def _with_routers(model: Model, spread: Spread) -> Spread:
+    """The same, with routers on a card only where that saves crossings.
+
+    What comes before a router is all on its card then, and of what comes after it all experts, or
+    some of them and the next group.
+    """
+    vram, over = spread.vram, spread.over
+    for index, load in enumerate(model.loads):
+        if not load.is_undivided or not vram[index]:
+            continue
+        before, card, experts, after = (
+            whole_on(vram[at], over[at]) for at in range(index - 1, index + 3)
+        )
+        if (
+            card is None
+            or before != card
+            or not vram[index + 1] * over[index + 1][card]
+            or card not in (experts, after)
+        ):
+            vram = list(vram) if vram is spread.vram else vram
+            vram[index] = 0.0
+    return Spread(vram, over)
 
 
 _KEPT: Mapping[str | None, float] = {"cpu": 1.0, "disk": 0.0}  # of what is pinned, in RAM

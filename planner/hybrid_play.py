@@ -20,6 +20,7 @@ from shadowlane.planner.hybrid import (
     Plan,
     Site,
     Work,
+    chooser,
     disk_ring_nbytes,
     stage_nbytes,
 )
@@ -235,19 +236,19 @@ def _priced(
     model: Model, plan: Plan, work: Work, rates: Rates, hit_rate: HitRate
 ) -> tuple[list[int], list[Price]]:
     """(per load, the number of its price; prices): layers repeat."""
-    by_identity: dict[tuple[int, int], int] = {}  # plans share sites, which are slow to compare
-    by_value: dict[tuple[int, Site], int] = {}
+    by_identity: dict[tuple[int, int, int], int] = {}  # plans share sites, slow to compare
+    by_value: dict[tuple[int, Site, int], int] = {}
     prices: list[Price] = []
     order: list[int] = []
-    for kind, site in zip(model.alike, plan.sites, strict=True):
-        number = by_identity.get((kind, id(site)))
+    for load, kind, site in zip(model.loads, model.alike, plan.sites, strict=True):
+        adds_up = chooser(model, plan.sites, len(order)) if load.is_joined else 0
+        number = by_identity.get((kind, id(site), adds_up))
         if number is None:
-            number = by_value.get((kind, site))
+            number = by_value.get((kind, site, adds_up))
             if number is None:
-                number = by_value[kind, site] = len(prices)
-                load = model.loads[len(order)]
-                prices.append(price_of(load, site, work, rates, hit_rate))
-            by_identity[kind, id(site)] = number
+                number = by_value[kind, site, adds_up] = len(prices)
+                prices.append(price_of(load, site, work, rates, hit_rate, adds_up))
+            by_identity[kind, id(site), adds_up] = number
         order.append(number)
     return order, prices
 
@@ -327,8 +328,9 @@ class _Step:
         if not ends:
             return
         if load.is_joined:
-            joined_s = max([end_s + hops[side][0] for side, end_s in ends]) + price.more_s
-            self._ready = [joined_s + hop for hop in hops[0]]
+            here = price.adds_up
+            joined_s = max([end_s + hops[side][here] for side, end_s in ends]) + price.more_s
+            self._ready = [joined_s + hop for hop in hops[here]]
         elif len(ends) == 1:
             side, end_s = ends[0]
             self._ready = [end_s + hop for hop in hops[side]]

@@ -18,6 +18,7 @@ class Price(NamedTuple):
     brought_nbytes: tuple[float, ...]  # over each link
     read_nbytes: float  # off the disk
     more_s: float  # what the longest side takes beyond its mean, expected
+    adds_up: int = 0  # the side that adds up what all sides give, where one does
 
     @property
     def is_carried(self) -> bool:
@@ -38,10 +39,13 @@ class Rates(NamedTuple):
     disk_bytes_per_s: float
 
 
-def price_of(load: Load, site: Site, work: Work, rates: Rates, hit_rate: HitRate) -> Price:
+def price_of(
+    load: Load, site: Site, work: Work, rates: Rates, hit_rate: HitRate, adds_up: int = 0
+) -> Price:
+    """adds_up: of experts, `chooser`."""
     is_decode = work.phase == "decode"
     if load.experts:
-        return _price_experts(load, site, work, rates, hit_rate)
+        return _price_experts(load, site, work, rates, hit_rate, adds_up)
     flops = load.flops_per_row * rows_of(load, work)
     nbytes = load.nbytes
     if load.kind == "attn":
@@ -59,7 +63,9 @@ def price_of(load: Load, site: Site, work: Work, rates: Rates, hit_rate: HitRate
     )
 
 
-def _price_experts(load: Load, site: Site, work: Work, rates: Rates, hit_rate: HitRate) -> Price:
+def _price_experts(
+    load: Load, site: Site, work: Work, rates: Rates, hit_rate: HitRate, adds_up: int
+) -> Price:
     """Chosen experts that are on cards are computed there, the others where the site says.
 
     One row's experts hit cards in varying number, and the longer of two branches takes longer on
@@ -81,7 +87,9 @@ def _price_experts(load: Load, site: Site, work: Work, rates: Rates, hit_rate: H
         there, here = on_cards + missing * part_brought, missing * (1.0 - part_brought)
         sides_s = _sides(load.nbytes, flops, there, here, site.over, rates)
         if load.is_joined and site.vram + part_brought > 0.0:  # even where it only adds up
-            sides_s = (max(sides_s[0], rates.cpu_launch_s), *sides_s[1:])
+            least_s = rates.cards[adds_up - 1].launch_s if adds_up else rates.cpu_launch_s
+            least_s = max(sides_s[adds_up], least_s)
+            sides_s = (*sides_s[:adds_up], least_s, *sides_s[adds_up + 1 :])
         return sides_s
 
     sides_s = branches(chosen * hits)
@@ -101,6 +109,7 @@ def _price_experts(load: Load, site: Site, work: Work, rates: Rates, hit_rate: H
         tuple(brought * part for part in site.over) if rates.cards else (),
         load.nbytes * chosen * max(0.0, lost),
         max(0.0, more_s),
+        adds_up,
     )
 
 

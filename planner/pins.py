@@ -40,17 +40,17 @@ def homes_of(
     for pattern, home in pins.items():
         if home.startswith("gpu:") and int(home.removeprefix("gpu:")) >= cards:
             there = ", ".join(f"gpu:{card}" for card in range(cards)) or "there is none"
-            raise ValueError(f"pin {pattern!r} must name a card in use ({there}); got {home}")
+            raise ValueError(f"pin '{pattern}' must name a card in use ({there}); got {home}")
         matched = matching(groups, pattern)
         able = [name for name, kind in matched if _why_not(kind, home, fixed) is None]
         if not able:
             why = _why_not(matched[0][1], home, fixed)
-            raise ValueError(f"pin {pattern!r} must match a group that {home} may hold: {why}")
+            raise ValueError(f"pin '{pattern}' must match a group that {home} may hold: {why}")
         for name in able:
             if homes.setdefault(name, home) != home:
                 raise ValueError(
-                    f"pins must agree: {wanted_by[name]!r} wants {name} on {homes[name]}, "
-                    f"{pattern!r} on {home}"
+                    f"pins must agree: '{wanted_by[name]}' wants {name} on {homes[name]}, "
+                    f"'{pattern}' on {home}"
                 )
             wanted_by.setdefault(name, pattern)
     return homes
@@ -61,11 +61,11 @@ def matching(groups: Named, pattern: str) -> list[tuple[str, GroupKind]]:
     try:
         wanted = re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"pin must be a regular expression; got {pattern!r}: {error}") from None
+        raise ValueError(f"pin must be a regular expression; got '{pattern}': {error}") from None
     matched = [(name, kind) for name, kind in groups if wanted.search(name)]
     if not matched:
         some = ", ".join([*(name for name, _ in groups[1:4]), "...", groups[-1][0]])
-        raise ValueError(f"pin {pattern!r} must match a group ({some}); it matches none")
+        raise ValueError(f"pin '{pattern}' must match a group ({some}); it matches none")
     return matched
 
 
@@ -85,7 +85,7 @@ def catalog_homes(catalog: Catalog, pins: Mapping[str, str], cards: int) -> dict
     for pattern in pins:
         held = [catalog.group(name) for name, _ in matching(groups, pattern) if name in homes]
         if not any(group.blocks or group.kind in movable for group in held):
-            raise ValueError(f"pin {pattern!r} must match a group with weights; it matches none")
+            raise ValueError(f"pin '{pattern}' must match a group with weights; it matches none")
     on_disk = sorted(name for name, home in homes.items() if home == "disk")
     if catalog.experts is not None and on_disk:
         raise ValueError(

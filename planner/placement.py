@@ -52,6 +52,7 @@ class Request:
     subchunks: int | None = None  # most sub-chunks of a prompt that one step carries; None: chosen
     machine: Hardware | None = None  # with cards: all that is known of its speed
     cards: tuple[int, ...] = ()  # bytes of each card's memory
+    cards_route: bool = False  # they may compute routers: emulated ones can, those here cannot yet
     strategy: str = "auto"  # with cards: searched for, or a layout by hand
     strategy_layers: int | None = None  # of a layout that counts layers; None: as many as are best
     brings_experts: bool = False  # whether lanes of cards can be brought routed experts
@@ -146,17 +147,31 @@ def expert_shares(
     counts: Mapping[str, int],
     processor: str,
     units: int,
+    adds_up: str | None = None,
+    *,
     brought: Mapping[str, int] | None = None,
 ) -> tuple[Share, ...]:
-    """Who computes the routed experts of a layer: cards, by how many live there, then by how many
-    come to them, and a processor, which has the others and adds up."""
+    """Who computes the routed experts of a layer: cards, by how many live there and how many come
+    to them, each a share of its own, and a processor, which has the others.
+
+    adds_up: the lane with the last unit, the sum, whose shares are the last; None: the processor.
+    """
+    adds_up = adds_up or processor
+    come = brought or {}
+    parts = [*counts.items(), *come.items()]
+    parts.append((processor, units - 1 - sum(count for _, count in parts)))
+    parts.sort(key=lambda part: part[0] == adds_up)
+    if parts[-1][0] != adds_up:
+        raise ValueError(f"adds_up must be one of the lanes that compute; got {adds_up}")
     found: list[Share] = []
     at = 0
-    for lane, count in (*counts.items(), *(brought or {}).items()):
+    for lane, count in parts:
         if count:
             found.append(Share(lane, at, at + count))
             at += count
-    return (*found, Share(processor, at, units))
+    if found and found[-1].lane == adds_up:
+        return (*found[:-1], found[-1]._replace(last_unit=units))
+    return (*found, Share(adds_up, at, units))
 
 
 def link_of(card: str) -> str:

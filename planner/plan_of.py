@@ -37,7 +37,7 @@ def plan_of(catalog: Catalog, placement: Placement, model: Model) -> Plan:
         elif group.kind == "experts":
             sites.append(_experts(catalog, group, placement, brought["prefill"]))
         elif group.kind == "router":
-            sites.append(Site(0.0, 1.0, over=_nobody(placement)))
+            sites.append(_router(group, placement))
         else:
             sites.append(_weights(catalog, group, placement, card_of, brought))
     return Plan(placement.strategy, tuple(sites))
@@ -45,6 +45,14 @@ def plan_of(catalog: Catalog, placement: Placement, model: Model) -> Plan:
 
 def _nobody(placement: Placement) -> tuple[float, ...]:
     return (1.0, *(0.0 for _ in placement.cards[1:]))
+
+
+def _router(group: Group, placement: Placement) -> Site:
+    (share,) = placement.shares[group.name]
+    over = tuple(float(part.lane == share.lane) for part in placement.cards)
+    if any(over):
+        return Site(1.0, 0.0, over=over)
+    return Site(0.0, 1.0, over=_nobody(placement))
 
 
 def _experts(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.placement import DISK_LANE, Placement, Share, Stream
 from shadowlane.planner.profile import Phase
 
@@ -34,7 +34,9 @@ class ComputeInstruction:
     group: str
     first_unit: int
     last_unit: int
-    waits: tuple[Wait, ...]  # peers on the previous group, then at most one for what is brought
+    # peers on the previous group (of routed experts: who adds them up), then at most one for what
+    # is brought
+    waits: tuple[Wait, ...]
     # of who adds up routed experts: peers that compute others of them, before it can end
     joins: tuple[Wait, ...] = ()
 
@@ -121,7 +123,7 @@ def cut_over(
                 known[brings] = []
                 if group.kind == "experts" and ordinals:
                     numbers = [catalog.expert_number(layer, e) for e in experts[brings][layer]]
-                    units = _units_of(shares[group.name], lane)
+                    units = _units_of(group, shares[group.name], lane)
                     known[brings] = [
                         Streamed(ordinals[number], unit, unit + 1)
                         for number, unit in zip(
@@ -150,9 +152,10 @@ def cut_over(
     return pieces
 
 
-def _units_of(shares: Sequence[Share], lane: str) -> list[int]:
-    """The units of a group that one lane computes, by rising unit."""
-    return [unit for share in shares if share.lane == lane for unit in range(*share[1:])]
+def _units_of(group: Group, shares: Sequence[Share], lane: str) -> list[int]:
+    """The routed experts that one lane computes, by rising unit; the sum is none."""
+    units = [unit for share in shares if share.lane == lane for unit in range(*share[1:])]
+    return [unit for unit in units if unit != group.units - 1]
 
 
 def units_of_experts(
@@ -168,9 +171,10 @@ def units_of_experts(
     experts = list(part.experts_of(layer))
     brought = catalog.experts_in(part.stream(phase).sweep)
     experts += brought[layer] if brought else ()
-    shares = placement.shares_of(phase)[catalog.sparse_groups[layer].name]
+    group = catalog.sparse_groups[layer]
+    units = _units_of(group, placement.shares_of(phase)[group.name], lane)
     numbers = [catalog.expert_number(layer, expert) for expert in experts]
-    return dict(zip(numbers, _units_of(shares, lane), strict=True))
+    return dict(zip(numbers, units, strict=True))
 
 
 def _pieces(
@@ -222,6 +226,10 @@ def build_programs(
     group_index = 0
     for piece in cut_over(catalog, shares, streams.__getitem__):
         if piece.group_index != group_index:
+            before = catalog.groups[group_index]
+            if before.kind == "experts":  # who adds up has waited for all others
+                adds_up = shares[before.name][-1].lane
+                current = {adds_up: current[adds_up]}
             group_index, previous, current = piece.group_index, current, {}
         group = catalog.groups[group_index]
         brings = streams[piece.lane].lane

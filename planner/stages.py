@@ -33,6 +33,11 @@ def first_stage(catalog: Catalog, old: Placement, new: Placement) -> Placement |
             late[after.lane] = set(after.resident) - set(before.resident)
             if _experts_in_common(before, after) != after.experts:
                 fewer[after.lane] = _experts_in_common(before, after)
+    for group in catalog.groups:
+        if group.kind == "router":  # which one lane computes, all of it
+            for card in new.cards:
+                if late.get(card.lane, set()).intersection(group.blocks):
+                    late[card.lane] |= set(group.blocks)
     if not any(late.values()) and not fewer:
         return None
     resident = list(new.resident)
@@ -64,14 +69,14 @@ def first_stage(catalog: Catalog, old: Placement, new: Placement) -> Placement |
     )
 
 
-def shares_of_experts(
-    catalog: Catalog, cards: Sequence[CardPart], phase: Phase, processor: str, group: Group
+def _shares_of_experts(
+    catalog: Catalog, cards: Sequence[CardPart], phase: Phase, adds_up: str, group: Group
 ) -> tuple[Share, ...]:
     """Who computes the routed experts of one layer, as cards hold them and have them brought."""
     layer = catalog.sparse_groups.index(group)
     held = {card.lane: len(card.experts_of(layer)) for card in cards}
     come = {card.lane: len(catalog.experts_in(card.stream(phase).sweep)[layer]) for card in cards}
-    return expert_shares(held, processor, group.units, come)
+    return expert_shares(held, "cpu:0", group.units, adds_up, brought=come)
 
 
 def with_experts(
@@ -132,8 +137,8 @@ def _without(
     found: dict[str, tuple[Share, ...]] = {}
     for group in catalog.groups:
         if group.kind == "experts":
-            processor = shares[group.name][-1].lane
-            found[group.name] = shares_of_experts(catalog, cards, phase, processor, group)
+            adds_up = shares[group.name][-1].lane
+            found[group.name] = _shares_of_experts(catalog, cards, phase, adds_up, group)
             continue
         parts: list[Share] = []
         for share in shares[group.name]:

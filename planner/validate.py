@@ -86,7 +86,10 @@ def _check_cards(catalog: Catalog, placement: Placement) -> None:
 
 
 def _check_experts(catalog: Catalog, placement: Placement) -> None:
-    """Each routed expert is on one card at most, and the card has a share for it in its layer."""
+    """Each routed expert is on one card at most, and the card has a share for it in its layer.
+
+    One lane computes a layer's router, since it chooses when it is done, and one adds up.
+    """
     experts = catalog.experts
     for card in placement.cards:
         if not card.experts:
@@ -150,16 +153,17 @@ def _check_expert_shares(
         held = len(card.experts_of(layer))
         come = len(catalog.experts_in(card.stream(phase).sweep)[layer])
         units = [share.last_unit - share.first_unit for share in shares if share.lane == card.lane]
-        if sum(units) != held + come or len(units) > 1 + bool(come):
-            more = f" and {come} come" if come else ""
+        adds_up = int(shares[-1].lane == card.lane)
+        if sum(units) != held + come + adds_up or len(units) > 1 + bool(come):
+            more = f" and {come} come" * bool(come) + ", and the sum is its" * adds_up
             raise InconsistentPrograms(
                 f"{group.name}: {card.lane} has a share of {sum(units)} in {phase}; "
                 f"{held} experts live there{more}"
             )
-    if shares[-1].lane in {card.lane for card in placement.cards}:
-        raise InconsistentPrograms(
-            f"{group.name}: {shares[-1].lane} would add up what experts give; a processor does"
-        )
+    routers = placement.shares_of(phase).get(group.name.replace("experts", "router"), ())
+    if len(routers) > 1:
+        choosers = ", ".join(each.lane for each in routers)
+        raise InconsistentPrograms(f"{group.name}: one lane must choose them; got {choosers}")
 
 
 def compute_instructions(program: Program) -> tuple[ComputeInstruction, ...]:
@@ -234,7 +238,10 @@ def _check_dependencies(
             last_index = index
             if index:
                 before = catalog.groups[index - 1].name
-                for peer in programs:
+                peers = set(programs)
+                if catalog.groups[index - 1].kind == "experts":  # who adds up waits for the others
+                    peers = {placement.shares_of(phase)[before][-1].lane}
+                for peer in peers:
                     needed = done_at.get((peer, before), 0)
                     if peer != name and waited.get(peer, 0) < needed:
                         raise InconsistentPrograms(

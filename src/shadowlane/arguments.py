@@ -95,12 +95,12 @@ def named_pins(value: Any) -> tuple[tuple[str, str], ...]:
         if not HOMES.fullmatch(home):
             raise ValueError(f"pins must name gpu:0, gpu:1, ..., cpu or disk; got {home!r}")
         if found.setdefault(pattern, home) != home:
-            raise ValueError(f"pins must agree: {pattern!r} is on {found[pattern]} and on {home}")
+            raise ValueError(f"pins must agree: '{pattern}' is on {found[pattern]} and on {home}")
         try:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"pins must be regular expressions; got {pattern!r}: {error}"
+                f"pins must be regular expressions; got '{pattern}': {error}"
             ) from None
     return tuple(found.items())
 

@@ -3,8 +3,8 @@
 Layouts that people tune are tuned here as people do: every setting is measured in that very world
 and the fastest is kept, for each piece of work its own. `static` is what the planner finds for the
 hardware file's figures. `shadowlane` begins with the same plan, measures, learns and changes it,
-and is timed when it has settled. Both are plans that our engine's lanes can run: routers stay with
-the processor, and what they choose comes over no link. Bounds are those of the machine as it really
+and is timed when it has settled. Both are plans that our lanes can run on emulated cards: a router
+is one lane's, and what it chooses comes over no link. Bounds are those of the machine as it really
 is, whoever runs it.
 
 On a virtual clock: nothing runs, and everything here is emulated.

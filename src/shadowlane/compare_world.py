@@ -83,11 +83,12 @@ class Bounds:
 
 
 def as_our_lanes_do(model: Model) -> Model:
-    """The same model for plans that our engine can run, as `model_of` has it with `is_ours`."""
+    """The same model for plans that our engine can run on emulated cards, as `model_of` has it with
+    `is_ours` and `cards_route`."""
     loads = (
         replace(
             load,
-            stays=load.kind == "router",
+            is_undivided=load.kind == "router",
             is_joined=load.experts > 0,
             comes=load.experts > 0,
         )

@@ -75,7 +75,7 @@ def emulated_machine(
         small_nbytes=SMALL * fixed_costs,
         script=tuple(sorted((_disturbance(each) for each in disturb), key=lambda item: item[0])),
     )
-    cards = tuple(CardSettings(nbytes) for nbytes in _memory(machine, gpu_memory))
+    cards = tuple(CardSettings(nbytes) for nbytes in card_memory(machine, gpu_memory))
     return cards, emulated
 
 
@@ -104,11 +104,17 @@ def strategy_of(
     return one_of("strategy", strategy or "auto", STRATEGIES), None
 
 
-def _memory(machine: Hardware, asked: str | int | None) -> list[int]:
+def card_memory(machine: Hardware, asked: str | int | None) -> list[int]:
+    """Bytes to use of each card of a machine that is described. Raises ValueError in one line."""
     rooms = [int(card.vram_nbytes - card.reserved_nbytes) for card in machine.cards]
     if asked is None:
         return rooms
     parts = str(asked).split(",") if isinstance(asked, str) else [asked]
+    if any(str(part).strip() == "auto" for part in parts):
+        raise ValueError(
+            "gpu_memory must be sizes where a hardware file describes the cards; left out, it is "
+            f"all that the file does not reserve; got {asked}"
+        )
     if len(parts) not in (1, len(rooms)):
         raise ValueError(
             f"gpu_memory must be one size, or one for each of {len(rooms)} cards; got {asked}"
@@ -121,6 +127,15 @@ def _memory(machine: Hardware, asked: str | int | None) -> list[int]:
             got = format_size(nbytes)
             raise ValueError(f"gpu_memory must be at most the {most} of {card.name}; got {got}")
     return sizes
+
+
+def sizes_of_cards(asked: str | None, machine: Hardware) -> int | list[int] | None:
+    """What `what_if` takes, of what was typed; 0 stands on a machine without cards too."""
+    if asked is None or asked.strip() == "0":
+        return None if asked is None else 0
+    if not machine.cards:
+        raise ValueError(f"gpu_memory must be 0: {machine.name} has no card; got {asked}")
+    return card_memory(machine, asked)
 
 
 def _disturbance(text: str) -> tuple[int, Conditions]:

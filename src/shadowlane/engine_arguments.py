@@ -21,7 +21,7 @@ from shadowlane.arguments import (
     whole_number,
 )
 from shadowlane.emulate import emulated_machine, strategy_of
-from shadowlane.sizes import free_ram, parse_size
+from shadowlane.sizes import format_size, free_ram, parse_size
 
 if TYPE_CHECKING:
     from shadowlane.actors.spec import CardSettings, DataType, Emulated, KvType, ServiceSpec
@@ -90,12 +90,14 @@ def spec_of(path: Path, asked: EngineArguments) -> ServiceSpec:
         path, asked.hardware, asked.gpu_memory, asked.fixed_costs, **machine
     )
     layout, layers = strategy_of(asked.strategy, asked.gpu_layers, asked.cpu_moe, asked.n_cpu_moe)
-    if not cards and emulated is None and layout != "auto":
+    if not cards and layout not in ("auto", "cpu" if emulated is not None else "auto"):
         named = "strategy"
         if asked.gpu_layers is not None:
             named = "gpu_layers"
         elif layout == "cpu-moe" and asked.strategy is None:
             named = "cpu_moe" if asked.cpu_moe else "n_cpu_moe"
+        if emulated is not None:
+            raise ValueError(f"{named} needs a card to use; on {emulated.hardware.name} is none")
         raise ValueError(f"{named} needs hardware: without cards there is nothing to place on them")
     threads = (
         None if asked.cpu_threads is None else whole_number("cpu_threads", asked.cpu_threads, 1)
@@ -177,7 +179,13 @@ def _ram(asked: str | int | None, emulated: Emulated | None) -> tuple[int, int |
     Of an emulated machine no more than it has and no more than is free here.
     """
     if asked is not None:
-        return parse_size(asked, "ram"), None
+        budget = parse_size(asked, "ram")
+        if emulated is not None and budget > emulated.hardware.ram_nbytes:
+            most, got = format_size(int(emulated.hardware.ram_nbytes)), format_size(budget)
+            raise ValueError(
+                f"ram must be at most the {most} of {emulated.hardware.name}; got {got}"
+            )
+        return budget, None
     free = free_ram()
     if emulated is None:
         return free.budget_nbytes, free.headroom_nbytes

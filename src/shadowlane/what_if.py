@@ -9,7 +9,7 @@ published speeds.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,7 @@ from shadowlane.planner.hybrid import (
     Work,
     assumed_hits,
     demand,
-    kv_nbytes,
     model_of,
-    ram_room,
-    vram_room,
 )
 from shadowlane.planner.hybrid_bounds import HybridBounds, hybrid_bounds
 from shadowlane.planner.hybrid_layouts import Answer, Question, TooLarge, by_hand
@@ -35,6 +32,7 @@ from shadowlane.planner.hybrid_play import Times
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.pins import check_pins_fit, homes_of, pinned
 from shadowlane.planner.placement import show_nbytes
+from shadowlane.planner.shortage import what_is_short
 
 OURS = "shadowlane"
 PROMPT_ROWS = 2048  # of a prompt that is planned for at once
@@ -47,14 +45,15 @@ def what_if(
     *,
     context: int | None = None,
     ram: int | None = None,
-    gpu_memory: int | None = None,
+    gpu_memory: int | Sequence[int] | None = None,
     pins: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """A plan with what it does in decode and in prefill, as one object that JSON can hold.
 
     context: tokens to keep room for; None: 4096 or the model's. ram, gpu_memory: bytes to plan
-    with, of all RAM and of each card, in place of what the machine has less what is reserved;
-    gpu_memory 0: without cards. pins: pattern of groups -> home; layouts by hand keep to them too.
+    with, of all RAM and of each card (or one for each), in place of what the machine has less what
+    is reserved; gpu_memory 0: without cards. pins: pattern of groups -> home; layouts by hand keep
+    to them too.
 
     It is the best for a request like the one that chunks are chosen for: a prompt of half of the
     context, then 128 tokens.
@@ -79,7 +78,7 @@ def what_if(
         hand = by_hand(question)
         best = search(question, rivals=hand)
     except TooLarge as error:
-        raise TooLarge(f"{error}: {_what_is_short(question)}") from None
+        raise TooLarge(f"{error}: {what_is_short(question)}") from None
     plan = best.plan
     planning_s = time.perf_counter() - began
     need = demand(model, plan, work, machine)
@@ -106,47 +105,33 @@ def what_if(
     }
 
 
-def with_budgets(machine: Hardware, ram: int | None, gpu_memory: int | None) -> Hardware:
+def with_budgets(
+    machine: Hardware, ram: int | None, gpu_memory: int | Sequence[int] | None
+) -> Hardware:
     """With these bytes to plan with, see `what_if`. Raises ValueError for more than there is."""
     if ram is not None:
         _check("ram", ram, machine.ram_nbytes, machine.name)
         machine = replace(machine, ram_nbytes=ram, reserved_nbytes=0.0)
-    if gpu_memory == 0:
-        machine = replace(machine, cards=())
-    elif gpu_memory is not None:
-        if not machine.cards:
+    if gpu_memory is None:
+        return machine
+    sizes = [gpu_memory] * len(machine.cards) if isinstance(gpu_memory, int) else gpu_memory
+    if gpu_memory == 0 or not any(sizes):
+        if gpu_memory and not machine.cards:
             raise ValueError(f"gpu_memory must be 0: {machine.name} has no card")
-        for card in machine.cards:
-            _check("gpu_memory", gpu_memory, card.vram_nbytes, card.name)
-        cards = tuple(
-            replace(card, vram_nbytes=gpu_memory, reserved_nbytes=0.0) for card in machine.cards
-        )
-        machine = replace(machine, cards=cards)
-    return machine
+        return replace(machine, cards=())
+    for card, nbytes in zip(machine.cards, sizes, strict=True):
+        _check("gpu_memory", nbytes, card.vram_nbytes, card.name)
+    cards = tuple(
+        replace(card, vram_nbytes=nbytes, reserved_nbytes=0.0)
+        for card, nbytes in zip(machine.cards, sizes, strict=True)
+    )
+    return replace(machine, cards=cards)
 
 
 def _check(name: str, asked: int, there: float, where: str) -> None:
     if asked > there:
         most, got = show_nbytes(round(there)), show_nbytes(asked)
         raise ValueError(f"{name} must be at most the {most} of {where}; got {got}")
-
-
-def _what_is_short(question: Question) -> str:
-    """Of a model that fits nowhere: what must be in memory, and what memory there is.
-
-    The weights need not be: they can stay on disk.
-    """
-    model, machine = question.model, question.machine
-    kv = sum(kv_nbytes(load, question.work) for load in model.loads)
-    rooms = [ram_room(machine), *(vram_room(card) for card in machine.cards)]
-    names = ["RAM", *(card.name for card in machine.cards)]
-    room = ", ".join(
-        f"{show_nbytes(round(nbytes))} of {name}" for nbytes, name in zip(rooms, names, strict=True)
-    )
-    return (
-        f"keys and values take {show_nbytes(round(kv))}, embedding and scratch "
-        f"{show_nbytes(round(model.fixed_ram_nbytes))} of RAM; there are {room} to plan with"
-    )
 
 
 def _rows(question: Question, hand: dict[str, Answer], best: Answer) -> list[dict[str, Any]]:

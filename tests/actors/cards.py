@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from random import Random
+from typing import Any
 
+from inprocess import AMPLE, ONE_THREAD, InProcess, running
+
+from shadowlane.actors.blueprint import Options
+from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.hardware import Card, Hardware
@@ -22,6 +29,8 @@ from shadowlane.planner.placement import (
 from shadowlane.planner.program import build_programs
 from shadowlane.planner.search import most_kept, place
 from shadowlane.planner.validate import validate
+
+OPTIONS = Options(context=128, prefill_chunk=24)
 
 CARD = Card(
     name="a card for tests",
@@ -70,12 +79,14 @@ def over_cards(
     *,
     embeds: bool = False,
     brings: bool = False,
+    routes: bool = False,
 ) -> Placement:
     """`whole`, of which all is in RAM, with every group shared out at random.
 
     A part may live on a card, come over its link (in decode, in prefill, or in both), or stay.
     Of experts, any may live on cards. embeds: the table of embeddings is the first card's.
     brings: any of the other experts are brought in prefill, as many as RAM has slots for.
+    routes: any lane may choose the experts of a layer, and any may add up what they give.
     """
     random = Random(seed)
     names = [f"gpu:{number}" for number in range(cards)]
@@ -94,10 +105,13 @@ def over_cards(
         if group.kind == "experts":
             of_layer = experts[catalog.sparse_groups.index(group)]
             counts = dict(zip(names, map(len, of_layer), strict=True))
-            shares["decode"][group.name] = expert_shares(counts, "cpu:0", group.units)
+            adds_up = random.choice(("cpu:0", *names)) if routes else "cpu:0"
             layer = catalog.sparse_groups.index(group)
             brought = dict(zip(names, map(len, come[layer]), strict=True))
-            shares["prefill"][group.name] = expert_shares(counts, "cpu:0", group.units, brought)
+            shares["decode"][group.name] = expert_shares(counts, "cpu:0", group.units, adds_up)
+            shares["prefill"][group.name] = expert_shares(
+                counts, "cpu:0", group.units, adds_up, brought=brought
+            )
             for name, of_card in zip(names, come[layer], strict=True):
                 numbers = [catalog.expert_number(layer, expert) for expert in of_card]
                 sweeps[name, "prefill"] += numbers
@@ -106,6 +120,12 @@ def over_cards(
             resident[names[0]] += group.blocks
             for phase in shares:
                 shares[phase][group.name] = (Share(names[0], 0, group.units),)
+            continue
+        if group.kind == "router" and routes and (lane := random.choice(("", *names))):
+            resident[lane] += group.blocks
+            leaves |= set(group.blocks)
+            for phase in shares:
+                shares[phase][group.name] = (Share(lane, 0, group.units),)
             continue
         if group.kind in ("embed", "router"):
             for phase in shares:
@@ -179,6 +199,21 @@ def over_cards(
     )
 
 
+def on_cards(
+    model: Path, first: Callable[[Catalog, Request], Placement], cards: int = 1, **settings: Any
+) -> AbstractContextManager[InProcess]:
+    """An engine whose plans begin with `first`, over cards of a GiB that are here or emulated."""
+    where = {} if "emulated" in settings else {"machine": machine_with(cards)}
+    return running(
+        model,
+        ram=AMPLE,
+        cores=ONE_THREAD,
+        first=first,
+        cards=(CardSettings(1 << 30),) * cards,
+        **{"options": OPTIONS, **where, **settings},
+    )
+
+
 def draw_experts(catalog: Catalog, random: Random, cards: int) -> tuple[tuple[int, ...], ...]:
     """Of one layer, those on each card: none, some or all of them."""
     assert catalog.experts is not None
@@ -225,6 +260,7 @@ def drawn(
     *,
     embeds: bool = False,
     brings: bool = False,
+    routes: bool = False,
 ) -> Callable[[Catalog, Request], Placement]:
     """What a scripted planner begins with: a placement over cards at random, which can run.
 
@@ -238,7 +274,9 @@ def drawn(
             assert catalog.experts is not None
             nbytes = slots * catalog.experts.slot_nbytes
             whole = replace(whole, expert_slots=slots, experts_nbytes=nbytes)
-        placement = over_cards(catalog, whole, seed, cards, embeds=embeds, brings=brings)
+        placement = over_cards(
+            catalog, whole, seed, cards, embeds=embeds, brings=brings, routes=routes
+        )
         for phase in ("decode", "prefill"):
             validate(catalog, placement, build_programs(catalog, placement, phase), phase)
         return placement

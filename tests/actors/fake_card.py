@@ -17,6 +17,7 @@ import pytest
 import torch
 from recording_driver import RecordingDriver
 
+from shadowlane.actors import card_lane
 from shadowlane.actors.cuda.driver import CudaError, Driver
 from shadowlane.actors.cuda.runtime import CardRuntime
 from shadowlane.actors.hosts import CardLaneHost, Remote, TransferLaneHost, _LocalRemote
@@ -126,6 +127,9 @@ def fake_cards(
 
     with patch.context() as here:
         here.setattr(inprocess, "ScriptedHost", Host)
+        here.setattr(
+            card_lane, "MOST_FEW", (1,)
+        )  # kernels of a test are torch's: they need no more
         here.setattr(inprocess, "ThreadHost", Host) if base is inprocess.ThreadHost else None
         try:
             yield drivers

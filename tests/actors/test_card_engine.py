@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,61 +14,37 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cards import drawn, machine_with
+from cards import OPTIONS, drawn, on_cards
 from fake_card import FakeDriver, FakeRuntime, fake_cards
-from inprocess import AMPLE, ONE_THREAD, InProcess, collect, running, small_blocks
+from inprocess import ONE_THREAD, collect, running
 from mortal import Mortal, MortalScripted, end_of, hear
 from recording_memory import MAPPED
 from tiny import tiny_tokens
 
 from shadowlane.actors import cards_here as here
 from shadowlane.actors import engine as engines
-from shadowlane.actors.blueprint import Options
 from shadowlane.actors.card_crew import answer_of
 from shadowlane.actors.hosts import LaneDied, _LocalRemote
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.placement import Placement, Request, whole_pages
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 TOLERANCE = 2e-4  # float32, in another order of addition
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks(4096):
-        yield
+pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
+def model(biased_llama: Path) -> Path:
+    return biased_llama
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> tuple[list[int], np.ndarray]:
+def expected(model: Path, blocks_of_a_page: None) -> tuple[list[int], np.ndarray]:
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         return engine.generate(PROMPT), engine.logits(PROMPT)
-
-
-@contextmanager
-def on_cards(
-    model: Path,
-    first: Callable[[Catalog, Request], Placement],
-    cards: int = 1,
-    options: Options = OPTIONS,
-) -> Iterator[InProcess]:
-    with running(
-        model,
-        ram=AMPLE,
-        options=options,
-        cores=ONE_THREAD,
-        first=first,
-        cards=(CardSettings(1 << 30),) * cards,
-        machine=machine_with(cards),
-    ) as engine:
-        yield engine
 
 
 @pytest.mark.parametrize("cards", [1, 2])

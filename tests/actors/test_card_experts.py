@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cards import drawn, machine_with
-from inprocess import AMPLE, ONE_THREAD, collect, cut, running, small_blocks
+from inprocess import AMPLE, ONE_THREAD, collect, cut, running
 from mixture_files import write_published_gpt_oss
 from test_experts_run import MANY, read_nbytes
 from tiny import tiny_tokens
@@ -34,10 +34,7 @@ PROMPT = tiny_tokens(41)
 FAMILIES = ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks(4096):
-        yield
+pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 def on_cards(
@@ -47,12 +44,16 @@ def on_cards(
     cores: Sequence[Sequence[int]] = ONE_THREAD,
     *,
     brings: bool = False,
+    routes: bool = True,
 ) -> dict[str, Any]:
-    """Settings of an engine over so many cards, with everything shared out at random."""
+    """Settings of an engine over so many cards, with everything shared out at random.
+
+    routes: routers and sums of experts, too.
+    """
     return {
         "ram": AMPLE,
         "cores": cores,
-        "first": drawn(seed, cards, slots, brings=brings),
+        "first": drawn(seed, cards, slots, brings=brings, routes=routes),
         "cards": (CardSettings(1 << 30),) * cards,
         "emulated": Emulated(machine_with(cards), seed=seed),
     }
@@ -177,7 +178,9 @@ def test_moving_experts_while_tokens_are_made_changes_none(
         planner, now = engine.planner, engine.engine
         assert planner is not None
         for turn in range(1, 4):
-            again = drawn(10 * seed + turn, 2, slots)(now.blueprint.catalog, now.request)
+            again = drawn(10 * seed + turn, 2, slots, routes=turn != 2)(
+                now.blueprint.catalog, now.request
+            )
             planner.script.append((3 * turn, replace(again, placement_id=turn)))
         for _ in range(50):
             assert engine.generate(PROMPT, 20) == expected

@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import drawn, machine_with
+from cards import OPTIONS, drawn, on_cards
 from fake_card import fake_cards
-from inprocess import AMPLE, ONE_THREAD, collect, running, small_blocks
+from inprocess import ONE_THREAD, collect, running
 from mortal import end_of, hear
 from tiny import tiny_tokens
 
 from shadowlane.actors import card_lane
-from shadowlane.actors.blueprint import Options
 from shadowlane.actors.card_full import CardFull, lowered_budget
 from shadowlane.actors.engine import EngineError
-from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.placement import Placement, Request
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 GIB = 1 << 30
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks(4096):
-        yield
+pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
+def model(biased_llama: Path) -> Path:
+    return biased_llama
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> list[int]:
+def expected(model: Path, blocks_of_a_page: None) -> list[int]:
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         return engine.generate(PROMPT, max_tokens=30)
 
@@ -59,25 +52,13 @@ class Plans:
         return replace(placement, cards=(replace(part, budget=request.cards[0]),))
 
 
-def on_a_card(model: Path, plans: Plans) -> Any:
-    return running(
-        model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        first=plans.first,
-        cards=(CardSettings(GIB),),
-        machine=machine_with(1),
-    )
-
-
 def test_a_budget_that_a_card_has_not_is_lowered(
     model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = Plans()
     with (
         fake_cards(monkeypatch, card_nbytes=700 * MIB),
-        on_a_card(model, plans) as engine,
+        on_cards(model, plans.first) as engine,
     ):
         assert plans.budgets == [GIB, 512 * MIB]
         (note,) = [each for each in engine.engine.notes if "planned anew" in each]
@@ -95,7 +76,7 @@ def test_a_card_that_refuses_twice_is_told_of_in_a_line(
         driver.failures["allocate"] = "cudaErrorMemoryAllocation"
         with (
             pytest.raises(CardFull, match=r"^gpu:0: .* of its budget: .* are free$"),
-            on_a_card(model, plans),
+            on_cards(model, plans.first),
         ):
             pass
         assert len(plans.budgets) == 2
@@ -106,17 +87,17 @@ def test_activations_that_find_no_room(
 ) -> None:
     """What torch takes beside the budget is what has to become possible."""
     made: list[int] = []
-    make = card_lane.CardLane._make_operators
+    make = card_lane.make_operators
 
-    def refuse_first(lane: card_lane.CardLane) -> Any:
+    def refuse_first(*where: Any) -> Any:
         made.append(1)
         if len(made) == 1:
             raise card_lane.torch.OutOfMemoryError("CUDA out of memory")
-        return make(lane)
+        return make(*where)
 
-    monkeypatch.setattr(card_lane.CardLane, "_make_operators", refuse_first)
+    monkeypatch.setattr(card_lane, "make_operators", refuse_first)
     plans = Plans()
-    with fake_cards(monkeypatch), on_a_card(model, plans) as engine:
+    with fake_cards(monkeypatch), on_cards(model, plans.first) as engine:
         assert plans.budgets == [GIB, 512 * MIB]
         assert engine.generate(PROMPT, max_tokens=30) == expected
 
@@ -126,7 +107,7 @@ def test_a_step_that_finds_no_memory_is_begun_anew(
 ) -> None:
     """The request goes on where it was; what it has said stands."""
     plans = Plans()
-    with fake_cards(monkeypatch) as (driver,), on_a_card(model, plans) as engine:
+    with fake_cards(monkeypatch) as (driver,), on_cards(model, plans.first) as engine:
         request = engine.submit(PROMPT, max_tokens=30)
         heard = []
         for _ in range(5):
@@ -144,7 +125,7 @@ def test_a_step_that_finds_no_memory_is_begun_anew(
 def test_steps_that_find_no_memory_twice_end_the_engine(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with fake_cards(monkeypatch) as (driver,), on_a_card(model, Plans()) as engine:
+    with fake_cards(monkeypatch) as (driver,), on_cards(model, Plans().first) as engine:
         request = engine.submit(PROMPT, max_tokens=60)
         hear(request, 3)
         driver.refused_after = [driver.num_launched + 10, driver.num_launched + 200]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from card_layouts import needs_interpreter
-from cards import cut_points, drawn, machine_with
+from cards import OPTIONS, cut_points, drawn, machine_with, on_cards
 from fake_card import FakeRuntime, fake_cards
-from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running, small_blocks
+from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running
 from mixture_files import write_published_gpt_oss
 from test_experts_run import MANY
 from tiny import tiny_tokens
@@ -33,39 +32,16 @@ from shadowlane.actors.card_program import CardInstruction, CounterWait
 from shadowlane.actors.exchange import Crossings
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.placement import Placement, Request, Share
+from shadowlane.planner.placement import Placement, Request, Share, expert_shares
 from shadowlane.planner.search import SPARE_EXPERTS
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 TOLERANCE = 3e-4  # float32, in another order of addition
 PACKED_TOLERANCE = 0.1  # of packed weights; processors round inputs to bytes
 FAMILIES = ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks(4096):
-        yield
-
-
-@contextmanager
-def on_cards(
-    model: Path,
-    first: Callable[[Catalog, Request], Placement],
-    cards: int = 1,
-    options: Options = OPTIONS,
-) -> Iterator[InProcess]:
-    with running(
-        model,
-        ram=AMPLE,
-        options=options,
-        cores=ONE_THREAD,
-        first=first,
-        cards=(CardSettings(1 << 30),) * cards,
-        machine=machine_with(cards),
-    ) as engine:
-        yield engine
+pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 def lane_of(engine: InProcess, card: int = 0) -> CardLane:
@@ -115,7 +91,7 @@ def test_requests_that_share_steps(
     with running(model, options=options, cores=ONE_THREAD) as engine:
         alone = [engine.generate(prompt, 10) for prompt in prompts]
     first = drawn(5, 2, few_slots(model))
-    with fake_cards(monkeypatch, 2), on_cards(model, first, 2, options) as engine:
+    with fake_cards(monkeypatch, 2), on_cards(model, first, 2, options=options) as engine:
         together = [engine.submit(prompt, 10) for prompt in prompts]
         assert [collect(sequence) for sequence in together] == alone
 
@@ -277,6 +253,37 @@ def test_embeddings_on_a_card(
         program = lane_of(engine)._programs[engine.engine.placement.placement_id, "decode"]
         (embed,) = [each for each in program.instructions if each.group == "embed"]
         assert bool(embed.resident) == (cards == 1)
+
+
+@pytest.mark.parametrize(("seed", "words"), [(0, "computes no router"), (1, "adds up no experts")])
+def test_what_only_emulated_cards_compute_is_refused(
+    tiny_model: Callable[..., Path], seed: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("mixtral")
+
+    def first(catalog: Catalog, request: Request) -> Placement:
+        assert not request.cards_route
+        placement = drawn(2, 1)(catalog, request)
+        name = catalog.sparse_groups[0].name
+        if seed:
+            count = len(placement.cards[0].experts_of(0))
+            units = catalog.group(name).units
+            share = expert_shares({"gpu:0": count}, "cpu:0", units, "gpu:0")
+        else:
+            name = name.replace("experts", "router")
+            share = (Share("gpu:0", 0, catalog.group(name).units),)
+        return replace(
+            placement,
+            shares={**placement.shares, name: share},
+            prefill_shares={**(placement.prefill_shares or placement.shares), name: share},
+        )
+
+    with (
+        fake_cards(monkeypatch),
+        pytest.raises(ValueError, match=words),
+        on_cards(model, first),
+    ):
+        pass
 
 
 def with_head_on_cards(catalog: Catalog, placement: Placement) -> Placement:

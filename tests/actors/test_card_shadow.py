@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import inprocess
 import pytest
 from cards import machine_with
 from fake_card import fake_cards
-from inprocess import AMPLE, ONE_THREAD, cut, running, small_blocks, weights_nbytes
+from inprocess import AMPLE, ONE_THREAD, cut, running, weights_nbytes
 from tiny import tiny_tokens
 
 from shadowlane.actors.blueprint import Options
@@ -21,15 +20,12 @@ PROMPT = tiny_tokens(41)
 TOKENS = 30
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks(4096):
-        yield
+pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
+def model(biased_llama: Path) -> Path:
+    return biased_llama
 
 
 def test_what_was_timed_makes_the_planner_think_again(

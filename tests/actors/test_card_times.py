@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from cards import drawn, machine_with
+from cards import drawn, on_cards
 from fake_card import fake_cards
-from inprocess import AMPLE, ONE_THREAD, running, small_blocks
 from recording_driver import RecordingDriver
 from tiny import tiny_tokens
 
-from shadowlane.actors.blueprint import Options
 from shadowlane.actors.card_clock import StreamClock
-from shadowlane.actors.spec import CardSettings
 from shadowlane.actors.timeline import make_timeline
 from shadowlane.planner import events as ev
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 KERNEL_S = 3e-4
 COPY_S = 2e-4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks(4096):
-        yield
+pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
-
-
-def on_a_card(model: Path, seed: int) -> Any:
-    return running(
-        model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        first=drawn(seed, 1),
-        cards=(CardSettings(1 << 30),),
-        machine=machine_with(1),
-    )
+def model(biased_llama: Path) -> Path:
+    return biased_llama
 
 
 @pytest.mark.parametrize("has_memops", [True, False])
@@ -55,7 +35,7 @@ def test_every_instruction_and_every_copy_has_its_time(
 ) -> None:
     heard: list[ev.StepRetired] = []
     with fake_cards(monkeypatch, has_memops=has_memops) as (driver,):
-        with on_a_card(model, 1) as engine:
+        with on_cards(model, drawn(1, 1)) as engine:
             driver.delays |= {"kernel": KERNEL_S, "copy": COPY_S}
             planner, now = engine.planner, engine.engine
             assert planner is not None

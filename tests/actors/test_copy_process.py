@@ -2,56 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import drawn, machine_with
+from cards import OPTIONS, drawn, on_cards
 from fake_card import FakeDriver, fake_cards
-from inprocess import AMPLE, ONE_THREAD, running, small_blocks
+from inprocess import ONE_THREAD, running
 from mortal import MortalScripted, end_of, hear
 from tiny import tiny_tokens
 
 from shadowlane.actors import transfer_lane
-from shadowlane.actors.blueprint import Options
 from shadowlane.actors.copier import Copier
 from shadowlane.actors.copy_choice import CopyTimes
 from shadowlane.actors.copy_ring import RingCopier
 from shadowlane.actors.link_statistics import TRIAL
-from shadowlane.actors.spec import CardSettings
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks(4096):
-        yield
+pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
+def model(biased_llama: Path) -> Path:
+    return biased_llama
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> list[int]:
+def expected(model: Path, blocks_of_a_page: None) -> list[int]:
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         return engine.generate(PROMPT)
-
-
-def on_a_card(model: Path) -> Any:
-    return running(
-        model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        first=drawn(1, 1),
-        cards=(CardSettings(1 << 30),),
-        machine=machine_with(1),
-    )
 
 
 def with_rates(patch: pytest.MonkeyPatch, process: float) -> None:
@@ -84,7 +65,7 @@ def test_the_faster_one_copies(
     other = FakeDriver(stands_apart=True, has_memops=has_memops)
     with (
         fake_cards(monkeypatch, processes=[other], has_memops=has_memops) as (driver,),
-        on_a_card(model) as engine,
+        on_cards(model, drawn(1, 1)) as engine,
     ):
         (note,) = [each for each in engine.engine.notes if "copies to gpu:0" in each]
         assert note.startswith(
@@ -109,7 +90,7 @@ def test_a_process_that_cannot_get_at_the_card_is_not_used(
     model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = FakeDriver(stands_apart=True, has_ipc=False)
-    with fake_cards(monkeypatch, processes=[other]), on_a_card(model) as engine:
+    with fake_cards(monkeypatch, processes=[other]), on_cards(model, drawn(1, 1)) as engine:
         (note,) = [each for each in engine.engine.notes if "copies to gpu:0" in each]
         assert "a thread of its lane" in note
         assert "no sharing of the card's memory: import_memory" in note
@@ -124,7 +105,7 @@ def test_after_a_death_the_process_copies_again(
     other = FakeDriver(stands_apart=True)
     with (
         fake_cards(monkeypatch, base=MortalScripted, processes=[other]),
-        on_a_card(model) as engine,
+        on_cards(model, drawn(1, 1)) as engine,
     ):
         request = engine.submit(PROMPT, max_tokens=80)
         hear(request, 3)

@@ -9,12 +9,18 @@ from statistics import mean
 import pytest
 
 from shadowlane.actors.emulation import WARM_LOSES, Hidden, Span, World, true_machine
+from shadowlane.actors.service import at_hits_of
+from shadowlane.planner.card_planner import first_over_cards
+from shadowlane.planner.cost import CostModel
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hybrid import Load, Model, Plan, Site, Work
 from shadowlane.planner.hybrid_layouts import Question, by_hand
 from shadowlane.planner.hybrid_moves import Migration
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import HybridShadow, MemoryTaken
+from shadowlane.planner.placement import LaneSpec, Request
+from shadowlane.planner.search import place
+from shadowlane.planner.synthetic import mixture_catalog
 
 CARD = Card("card", 4e9, 1e9, 400e9, 40e12, 12e9, 12e9, launch_s=5e-6, crossing_s=20e-6)
 MACHINE = Hardware("machine", (CARD,), 40e9, 1e12, 2e-6, 48e9, 64e9, 4e9, 5e9)
@@ -185,3 +191,17 @@ def test_cards_that_have_worked_for_long_are_slower() -> None:
     ratio = warm.step(card, WORK).seconds / cold.step(card, WORK).seconds
     assert ratio == pytest.approx(1 / (1 - WARM_LOSES), rel=0.01)
     assert warm.card_rate == 1 - WARM_LOSES
+
+
+def test_what_hits_would_have_made_of_a_prediction_is_not_told_with_cards() -> None:
+    """A profile is of the processor that is here: its seconds are not those of cards."""
+    catalog = mixture_catalog(num_experts=32, expert_inner=4096, hidden=2048, layers=4)
+    lanes = (LaneSpec("cpu:0", 4), LaneSpec("gpu:0", 1))
+    asked = Request(ram=4 << 30, lanes=lanes, context=1024, machine=MACHINE, cards=(1 << 30,))
+    placement = first_over_cards(catalog, asked)
+    assert at_hits_of(catalog, placement, None) is None
+    asked = Request(ram=4 << 30, lanes=lanes[:1], context=1024)
+    placement = place(catalog, asked, CostModel(None))
+    assert at_hits_of(catalog, placement, None) == pytest.approx(
+        placement.predicted_step_s, rel=0.01
+    )

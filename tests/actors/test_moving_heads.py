@@ -3,57 +3,39 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import drawn, machine_with
+from cards import OPTIONS, drawn, machine_with, on_cards
 from fake_card import fake_cards
-from inprocess import AMPLE, ONE_THREAD, InProcess, running, small_blocks
+from inprocess import ONE_THREAD, InProcess, running
 from mortal import MortalScripted, collect_after_recovery, end_of, hear
 from tiny import tiny_tokens
 
-from shadowlane.actors.blueprint import Options
 from shadowlane.actors.held_heads import Heads, heads_on, num_moved, page_nbytes
 from shadowlane.actors.link_statistics import KEYS_AND_VALUES
-from shadowlane.actors.spec import CardSettings, Emulated
+from shadowlane.actors.spec import Emulated
 from shadowlane.planner.placement import Placement
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 TURNS = 4
 TOKENS = 60
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks(4096):
-        yield
+pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
+def model(biased_llama: Path) -> Path:
+    return biased_llama
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> list[int]:
+def expected(model: Path, blocks_of_a_page: None) -> list[int]:
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         return engine.generate(PROMPT, max_tokens=TOKENS)
-
-
-def over(model: Path, seed: int, cards: int, **how: Any) -> Any:
-    return running(
-        model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        first=drawn(seed, cards),
-        cards=(CardSettings(1 << 30),) * cards,
-        **how,
-    )
 
 
 def in_turns(engine: InProcess, seed: int, cards: int) -> list[Placement]:
@@ -94,7 +76,7 @@ def test_tokens_are_the_same_while_heads_move_on_cards(
 ) -> None:
     with (
         fake_cards(monkeypatch, cards),
-        over(model, seed, cards, machine=machine_with(cards)) as engine,
+        on_cards(model, drawn(seed, cards), cards) as engine,
     ):
         turns = in_turns(engine, seed, cards)
         assert moves_heads(engine, turns, cards)
@@ -110,7 +92,7 @@ def test_heads_move_while_nothing_is_cached(
 ) -> None:
     with (
         fake_cards(monkeypatch),
-        over(model, 10, 1, machine=machine_with(1)) as engine,
+        on_cards(model, drawn(10, 1)) as engine,
     ):
         monkeypatch.setattr(engine.engine.crew, "_pages_in_use", lambda *sizes: [])
         engine.generate(PROMPT, max_tokens=1)  # so that nothing of it is needed any more
@@ -131,7 +113,7 @@ def test_heads_that_find_no_room_in_one_piece_lie_beside_the_budget(
 ) -> None:
     with (
         fake_cards(monkeypatch, base=MortalScripted),
-        over(model, 10, 1, machine=machine_with(1)) as engine,
+        on_cards(model, drawn(10, 1)) as engine,
     ):
         (there,) = engine.engine.crew.card_homes
         take = there.take
@@ -155,7 +137,7 @@ def test_heads_of_emulated_cards_take_the_time_of_their_bytes(
     model: Path, expected: list[int]
 ) -> None:
     emulated = Emulated(machine_with(1), slowed=1.0)
-    with over(model, 10, 1, emulated=emulated) as engine:
+    with on_cards(model, drawn(10, 1), emulated=emulated) as engine:
         now = engine.engine
         turns = in_turns(engine, 10, 1)
         before = [now.placement, *turns]
@@ -184,7 +166,7 @@ def test_deaths_at_any_moment_while_heads_and_blocks_move_on_cards(
     draw = random.Random(seed)
     with (
         fake_cards(monkeypatch, 2, base=MortalScripted),
-        over(model, seed, 2, machine=machine_with(2)) as engine,
+        on_cards(model, drawn(seed, 2), 2) as engine,
     ):
         planner, now = engine.planner, engine.engine
         assert planner is not None

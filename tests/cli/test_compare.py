@@ -365,6 +365,14 @@ def test_what_makes_no_sense_is_one_line(
     assert says in fails("bench", "llama-2-7b", "--hardware", LAPTOP, *arguments)
 
 
+@pytest.mark.parametrize("command", [("run", "-p", "x"), ("chat",), ("bench",), ("plan",)])
+def test_a_shape_is_not_called_unknown_without_a_machine(
+    fails: Callable[..., str], command: tuple[str, ...]
+) -> None:
+    name, *arguments = command
+    assert "llama-2-7b is known by its shape alone" in fails(name, "llama-2-7b", *arguments)
+
+
 def test_comparing_needs_a_machine(fails: Callable[..., str]) -> None:
     assert "--compare needs --hardware, the machine to compare on" in fails(
         "bench", "llama-2-7b", "--compare", "all"

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
-from shadowlane.emulate import emulated_machine, strategy_of
+from shadowlane.emulate import emulated_machine, sizes_of_cards, strategy_of
+from shadowlane.engine_arguments import make_spec
 from shadowlane.planner.hardware import CALM, Conditions
+from shadowlane.shapes import load_hardware
+from shadowlane.what_if import with_budgets
 
 HARDWARE = Path(__file__).parents[2] / "examples" / "hardware"
 LAPTOP = HARDWARE / "rtx-3060-laptop-6gb.yaml"
@@ -71,6 +75,7 @@ def test_fixed_costs_shrink_together() -> None:
     [
         ({"gpu_memory": "7GiB"}, "gpu_memory must be at most the"),
         ({"gpu_memory": "1GiB,1GiB"}, "one for each of 1 cards"),
+        ({"gpu_memory": "auto"}, "gpu_memory must be sizes where a hardware file .*; got auto"),
         ({"slowed": 0.5}, "slowed must be from 1"),
         ({"fixed_costs": 2.0}, "fixed_costs must be from 0 to 1"),
         ({"disturb": ["cpu=0.4"]}, "disturb must be TOKENS:WHAT"),
@@ -82,3 +87,31 @@ def test_fixed_costs_shrink_together() -> None:
 def test_what_makes_no_sense_is_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         emulated_machine(LAPTOP, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ram": "33GiB"}, "ram must be at most the 32.0 GiB of RTX 3060 .*; got 33.0 GiB"),
+        ({"hardware": "none", "strategy": "layer-split"}, "strategy needs a card to use; on RTX"),
+        ({"hardware": "none", "gpu_layers": 3}, "gpu_layers needs a card to use; on RTX"),
+        ({"hardware": None, "strategy": "cpu"}, "strategy needs hardware"),
+    ],
+)
+def test_what_the_machine_does_not_have_is_refused(
+    arguments: dict, message: str, tmp_path: Path
+) -> None:
+    if arguments.get("hardware") == "none":
+        bare = yaml.safe_load(LAPTOP.read_text()) | {"cards": []}
+        (tmp_path / "none.yaml").write_text(yaml.safe_dump(bare))
+        arguments = arguments | {"hardware": tmp_path / "none.yaml"}
+    with pytest.raises(ValueError, match=message):
+        make_spec(tmp_path, **({"hardware": LAPTOP} | arguments))
+
+
+def test_each_card_may_have_a_size_of_its_own() -> None:
+    machine = load_hardware(TWO)
+    sizes = sizes_of_cards("6GiB,4GiB", machine)
+    cards = with_budgets(machine, None, sizes).cards
+    assert [card.vram_nbytes for card in cards] == [6 << 30, 4 << 30]
+    assert with_budgets(machine, None, sizes_of_cards("0,0", machine)).cards == ()

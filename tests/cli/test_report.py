@@ -68,6 +68,13 @@ def test_split_rows_are_shown_per_group() -> None:
     assert "cpu:0 0-16, cpu:1 16-32" in row
 
 
+def test_a_plan_names_the_machine_that_its_seconds_are_of() -> None:
+    assert "machine" not in text_of(report.plan_report(planned(2.0)))
+    emulated = {**planned(2.0), "emulated": True, "hardware": "a laptop"}
+    text = text_of(report.plan_report(emulated))
+    assert text.startswith("machine    a laptop, emulated")
+
+
 def test_a_summary_says_where_figures_are_emulated() -> None:
     stats = FakeEngine().stats()
     assert "emulated" not in text_of(report.summary(stats))
@@ -114,7 +121,7 @@ def test_the_rows_of_a_plan_over_cards_cover_each_byte_once(by_group: bool) -> N
     assert sum(shown.values()) == sum(group["nbytes"] for group in plan["groups"])
     assert shown["gpu:0"] == plan["tiers"]["vram:0"]
     text = text_of(report.plan_report(plan, by_group))
-    assert "gpu:0" in text.splitlines()[2]
+    assert "gpu:0" in text.splitlines()[3]
     assert "emulated" in text
     assert "prompt " not in text, "of which emulation says too little"
     if by_group:

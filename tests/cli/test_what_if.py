@@ -248,7 +248,7 @@ def test_hardware_files_that_are_none(fails: Callable[..., str], tmp_path: Path)
     assert f"no such hardware file: {path}" in said(path)
     assert f"a hardware file must be a file; {tmp_path} is a folder" in said(tmp_path)
     for text, rule in (
-        ("", "a hardware file must hold keys and values; got NoneType"),
+        ("", "a hardware file must hold keys and values; it is empty"),
         ("cards: [", "while parsing"),
         ("cards: []\nname: bare\ncolour: red", "the file must have only"),
         ("cards: []\nname: bare", "cpu_bytes_per_s, cpu_flops"),

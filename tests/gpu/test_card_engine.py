@@ -8,14 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cards import drawn, machine_with
-from inprocess import AMPLE, ONE_THREAD, running, small_blocks
+from cards import OPTIONS, drawn, on_cards
+from inprocess import ONE_THREAD, running, small_blocks
 from tiny import tiny_tokens
 
-from shadowlane.actors.blueprint import Options
-from shadowlane.actors.spec import CardSettings
-
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 TOLERANCE = 2e-3  # float32 on both sides, with the card's own order of addition
 
@@ -28,15 +24,7 @@ def test_groups_shared_between_processor_and_card(
     with small_blocks(4096):
         with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
             tokens, logits = engine.generate(PROMPT), engine.logits(PROMPT)
-        with running(
-            model,
-            ram=AMPLE,
-            options=OPTIONS,
-            cores=ONE_THREAD,
-            first=drawn(seed, 1),
-            cards=(CardSettings(1 << 30),),
-            machine=machine_with(1),
-        ) as engine:
+        with on_cards(model, drawn(seed, 1)) as engine:
             assert engine.generate(PROMPT) == tokens
             assert np.abs(engine.logits(PROMPT) - logits).max() <= TOLERANCE
 
@@ -48,15 +36,7 @@ def test_experts_and_embeddings_on_a_card(tiny_model: Callable[..., Path], famil
     with small_blocks(4096):
         with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
             tokens, logits = engine.generate(PROMPT), engine.logits(PROMPT)
-        with running(
-            model,
-            ram=AMPLE,
-            options=OPTIONS,
-            cores=ONE_THREAD,
-            first=drawn(3, 1, embeds=True),
-            cards=(CardSettings(1 << 30),),
-            machine=machine_with(1),
-        ) as engine:
+        with on_cards(model, drawn(3, 1, embeds=True)) as engine:
             assert engine.engine.placement.experts_on_cards
             assert engine.generate(PROMPT) == tokens
             assert engine.generate(PROMPT) == tokens
@@ -72,15 +52,7 @@ def test_heads_move_and_times_are_told(tiny_model: Callable[..., Path]) -> None:
     with small_blocks(4096):
         with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
             tokens = engine.generate(PROMPT, max_tokens=60)
-        with running(
-            model,
-            ram=AMPLE,
-            options=OPTIONS,
-            cores=ONE_THREAD,
-            first=drawn(0, 1),
-            cards=(CardSettings(1 << 30),),
-            machine=machine_with(1),
-        ) as engine:
+        with on_cards(model, drawn(0, 1)) as engine:
             planner, now = engine.planner, engine.engine
             assert planner is not None
             for turn in range(1, 5):

@@ -48,8 +48,8 @@ def lanes(cards: int, processors: int = 1) -> tuple[LaneSpec, ...]:
     return tuple(LaneSpec(name, 1) for name in names)
 
 
-def question_of(catalog: Catalog, *cards: Card) -> Question:
-    model = model_of(catalog, "synthetic")
+def question_of(catalog: Catalog, *cards: Card, cards_route: bool = False) -> Question:
+    model = model_of(catalog, "synthetic", is_ours=cards_route, cards_route=cards_route)
     return Question(model, machine(*cards), Work(context=64, max_context=128))
 
 
@@ -85,14 +85,14 @@ def check(catalog: Catalog, placement: Placement) -> None:
     needed = sum(card.kv_nbytes for card in placement.cards) + placement.kv_nbytes
     assert needed >= placement.kv_pages * catalog.page_nbytes
     for group in catalog.groups:
-        if group.kind in ("embed", "router"):
+        if group.kind == "embed":
             assert placement.shares[group.name] == (Share("cpu:0", 0, group.units),)
     check_experts(catalog, placement)
     assert all(share.lane != "cpu:1" for each in placement.shares.values() for share in each)
 
 
 def check_experts(catalog: Catalog, placement: Placement) -> None:
-    """Cards hold the most used ones of each layer, and the processor adds up."""
+    """Cards hold the most used ones of each layer, and who chooses adds up."""
     experts = catalog.experts
     if experts is None:
         assert not placement.experts_on_cards
@@ -104,11 +104,15 @@ def check_experts(catalog: Catalog, placement: Placement) -> None:
         held = sorted(each for card in placement.cards for each in card.experts_of(layer))
         assert held == sorted(experts.ranked(layer)[: sum(counts)])
         for phase in PHASES:
-            *of_cards, last = placement.shares_of(phase)[group.name]
-            assert last == Share("cpu:0", sum(counts), group.units)
-            assert [each.last_unit - each.first_unit for each in of_cards] == [
-                count for count in counts if count
-            ]
+            (chooser,) = placement.shares_of(phase)[group.name.replace("experts", "router")]
+            shares = placement.shares_of(phase)[group.name]
+            assert shares[-1].lane == chooser.lane
+            parts = {each.lane: each.last_unit - each.first_unit for each in shares}
+            parts[chooser.lane] -= 1
+            assert [parts.get(card.lane, 0) for card in placement.cards] == counts
+            assert parts.get("cpu:0", 0) == experts.per_layer - sum(counts)
+            assert set(parts) <= {"cpu:0", *(card.lane for card in placement.cards)}
+            assert len(parts) == len(shares)
 
 
 @st.composite
@@ -146,7 +150,7 @@ def sites(draw: st.DrawFn, cards: int, kept: float) -> Site:
 def asked(draw: st.DrawFn) -> tuple[Catalog, Plan, Request, Question, dict[str, int]]:
     catalog = draw(catalogs())
     cards = draw(st.sampled_from([2, 1, 2, 1, 2, 0]))
-    question = question_of(catalog, *(FAST, SLOW)[:cards])
+    question = question_of(catalog, *(FAST, SLOW)[:cards], cards_route=draw(st.booleans()))
     whole = sum(block.held_nbytes for block in catalog.blocks)
     whole += catalog.experts.total * catalog.experts.slot_nbytes if catalog.experts else 0
     rooms = st.one_of(st.just(PLENTY), st.integers(whole // 4, 2 * whole), st.integers(0, whole))
@@ -453,6 +457,13 @@ def test_layouts_that_are_none_or_do_not_fit_are_refused() -> None:
     small = question_of(LLAMA, replace(FAST, vram_nbytes=1e6))
     with pytest.raises(TooLarge, match="layer-split 4"):
         plan_by_hand(small, "layer-split", 4)
+    with pytest.raises(TooLarge, match=r"^row-split needs several cards; .* has 1$"):
+        plan_by_hand(ONE, "row-split")
+    with pytest.raises(TooLarge, match=r"^cpu-moe needs a mixture of experts; this model is"):
+        plan_by_hand(ONE, "cpu-moe")
+    none = replace(ONE, machine=replace(ONE.machine, cards=()))
+    with pytest.raises(TooLarge, match=r"^attention-gpu needs a card; .* has none$"):
+        plan_by_hand(none, "attention-gpu")
 
 
 # -- what is refused

@@ -12,6 +12,7 @@ from shadowlane.planner.card_planner import CardPlanner, first_over_cards
 from shadowlane.planner.catalog import Catalog, HitCurve
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.heat import Heat
+from shadowlane.planner.hybrid_layouts import TooLarge
 from shadowlane.planner.placement import LaneSpec, Placement, Request
 from shadowlane.planner.program import build_programs
 from shadowlane.planner.stages import first_stage
@@ -101,6 +102,13 @@ def test_a_card_is_filled_within_its_budget(catalog: Catalog) -> None:
         placement.predicted_step_s
         < first_over_cards(catalog, replace(asked, strategy="cpu")).predicted_step_s
     )
+
+
+def test_what_is_short_is_said_without_the_fingerprint_of_the_model(catalog: Catalog) -> None:
+    with pytest.raises(
+        TooLarge, match=r"^the model and 1024 tokens .*; there are 1.00 MiB of RAM, 1 B"
+    ):
+        first_over_cards(catalog, request(catalog, ram=1 << 20, cards=(1,)))
 
 
 def test_memory_that_is_taken_is_given_back_and_filled_again(catalog: Catalog) -> None:

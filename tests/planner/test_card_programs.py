@@ -214,11 +214,37 @@ def test_room_for_experts_must_be_theirs() -> None:
     assert f"in room for {less}" in refused_mixture(with_card(placement, experts_nbytes=less))
 
 
-def test_a_card_does_not_add_up() -> None:
+def test_a_card_that_chooses_adds_up_and_only_who_adds_up_is_waited_for() -> None:
+    model = model_of(MIXTURE, "synthetic", is_ours=True, cards_route=True)
+    question = replace(ROUTED, model=model)
+    whole, half = Site(1.0, 0.0), Site(0.5, 0.5)
+    plan = Plan("", tuple(half if load.experts else whole for load in model.loads))
+    placement = place_on_cards(MIXTURE, plan, REQUEST, question)
+    assert placement.shares["0.router"] == (Share("gpu:0", 0, 1),)
+    assert placement.shares["0.experts"] == (Share("cpu:0", 0, 4), Share("gpu:0", 4, 9))
+    programs = build_programs(MIXTURE, placement)
+    validate(MIXTURE, placement, programs)
+    of_card = {
+        each.group: each
+        for each in programs["gpu:0"].instructions
+        if isinstance(each, ComputeInstruction)
+    }
+    assert of_card["0.experts"].joins == (Wait("cpu:0", 2),)
+    assert of_card["0.experts"].waits == of_card["0.gate_up"].waits == ()
+    assert [each.group for each in programs["cpu:0"].instructions] == [  # type: ignore[union-attr]
+        "embed",
+        "0.experts",
+        "1.experts",
+    ]
+    exact = plan_of(MIXTURE, placement, model)
+    assert place_on_cards(MIXTURE, exact, REQUEST, question).shares == placement.shares
+
+
+def test_one_lane_chooses() -> None:
     placement = routed()
-    shares = {**placement.shares, "0.experts": (Share("cpu:0", 0, 5), Share("gpu:0", 5, 9))}
+    shares = {**placement.shares, "0.router": (Share("gpu:0", 0, 1), Share("cpu:0", 1, 2))}
     text = refused_mixture(replace(placement, shares=shares))
-    assert "0.experts: gpu:0 would add up what experts give" in text
+    assert "0.experts: one lane must choose them; got gpu:0, cpu:0" in text
 
 
 def test_who_adds_up_must_wait_for_all_cards() -> None:

@@ -109,7 +109,7 @@ SAID = {"source": "somewhere"}
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (None, "a hardware file must hold keys and values; got NoneType"),
+        (None, "a hardware file must hold keys and values; it is empty"),
         ([1], "a hardware file must hold keys and values; got list"),
         (without("cards"), "cards must be a list, one entry for each card; got None"),
         (put(("cards",), "RTX 4090"), "cards must be a list"),
@@ -129,6 +129,12 @@ SAID = {"source": "somewhere"}
         (put(("ram_nbytes",), {"value": 64e9, "source": 7}), "source of ram_nbytes of the file"),
         (put(("ram_nbytes",), {"value": "64 GB", **SAID}), "a number, 0 or more; got '64 GB'"),
         (put(("ram_nbytes",), {"value": -1, **SAID}), "a number, 0 or more; got -1"),
+        (put(("cpu_bytes_per_s",), {"value": 0, **SAID}), "a number above 0; got 0"),
+        (put(("cards", 0, "flops"), {"value": 0, **SAID}), "a number above 0; got 0"),
+        (
+            put(("cards", 0, "reserved_nbytes"), {"value": 8e9, **SAID}),
+            r"must be less than its vram_nbytes, 8e\+09; got 8e\+09",
+        ),
         (put(("ram_nbytes",), {"value": True, **SAID}), "a number, 0 or more; got True"),
         (put(("ram_nbytes",), {"value": "inf", **SAID}), "a number, 0 or more; got 'inf'"),
         (put(("ram_nbytes",), {"value": "nan", **SAID}), "a number, 0 or more; got 'nan'"),

@@ -232,8 +232,7 @@ def bench(
             )
         prompt_tokens = 0
     engine = options.EngineOptions.of(locals())
-    if engine.is_emulated:
-        options.refuse_shape(model, "to run")
+    options.refuse_shape(model, "to run")
     if prompt_tokens == 0 and decode_tokens == 0:
         raise ValueError("one of -pp and -tg must be above 0; got 0 and 0")
     # The token after a prompt needs a place too; "tg" starts from a prompt of one token.

@@ -70,8 +70,7 @@ def chat(
     says what each lane did, /exit leaves.
     """
     engine = options.EngineOptions.of(locals())
-    if engine.is_emulated:
-        options.refuse_shape(model, "to run")
+    options.refuse_shape(model, "to run")
     params = options.sampling_params(
         max_tokens,
         temperature=temp,

@@ -53,6 +53,7 @@ def compare_on(model: str, asked: Asked) -> None:
         with asked.routing.open("rb"):
             pass
     from shadowlane.compare import compare, rows_of
+    from shadowlane.emulate import sizes_of_cards
     from shadowlane.planner.recorded_hits import RecordedHits
     from shadowlane.shapes import load_hardware
     from shadowlane.sizes import parse_size
@@ -60,7 +61,8 @@ def compare_on(model: str, asked: Asked) -> None:
 
     names = _strategies(asked.compare)
     ram = None if asked.ram is None else parse_size(asked.ram, "ram")
-    machine = with_budgets(load_hardware(asked.hardware), ram, _card_nbytes(asked.gpu_memory))
+    machine = load_hardware(asked.hardware)
+    machine = with_budgets(machine, ram, sizes_of_cards(asked.gpu_memory, machine))
     with Stages() as stages:
         path = _path_of(model, stages)
         most = _longest_context(model, path)
@@ -210,14 +212,6 @@ def _check_plot(plot: Path | None) -> None:
         raise ValueError(f"plot must end in .svg; got {plot}")
     if plot.is_dir() or not plot.parent.is_dir():
         raise ValueError(f"plot must be a file in a directory that exists; got {plot}")
-
-
-def _card_nbytes(size: str | None) -> int | None:
-    from shadowlane.sizes import parse_size
-
-    if size is None or size.strip() == "0":
-        return size if size is None else 0
-    return parse_size(size, "gpu_memory")
 
 
 def _picture(found: Comparison) -> str:

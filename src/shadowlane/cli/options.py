@@ -14,7 +14,7 @@ from shadowlane.arguments import DTYPES, KV_NAMES, PACK_NAMES, named_pins
 from shadowlane.card_budget import check_card_budget
 from shadowlane.emulate import STRATEGIES
 from shadowlane.engine_arguments import EngineArguments
-from shadowlane.models import DEFAULT_MODEL
+from shadowlane.models import DEFAULT_MODEL, KNOWN
 from shadowlane.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -443,9 +443,11 @@ class EngineOptions:
 
 def refuse_shape(model: str, when: str) -> None:
     """Raise ValueError for a model of which nothing but its shape is known, where it shall run."""
+    if model in KNOWN or "/" in model or Path(model).exists():
+        return  # at once: shapes come with YAML, which few need to wait for
     from shadowlane.shapes import known_shapes
 
-    if not Path(model).exists() and model in known_shapes():
+    if model in known_shapes():
         raise ValueError(
             f"MODEL must be one that is here {when}; {model} is known by its shape alone, for "
             "plan --hardware and bench --compare"

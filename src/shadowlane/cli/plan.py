@@ -106,8 +106,8 @@ def plan(
         return
     if export is not None:
         raise ValueError("export needs --hardware, the machine to plan for")
-    if hardware is not None:
-        options.refuse_shape(model, "with --groups or a layout by hand")
+    when = "without --hardware" if hardware is None else "with --groups or a layout by hand"
+    options.refuse_shape(model, when)
     engine = options.EngineOptions.of(locals())
     with Stages() as stages:
         path = resolve_model(model, stages)
@@ -125,14 +125,6 @@ def plan(
     for note in planned.get("notes", ()):
         typer.echo(f"note: {typed_note(note)}", err=True)
     Console(highlight=False).print(report.plan_report(planned, groups))
-
-
-def _card_nbytes(size: str | None) -> int | None:
-    from shadowlane.sizes import parse_size
-
-    if size is None or size.strip() == "0":
-        return size if size is None else 0
-    return parse_size(size, "gpu_memory")
 
 
 def _refuse_engine_options(context: typer.Context) -> None:
@@ -156,6 +148,7 @@ def _plan_for(
     json_output: bool,
 ) -> None:
     """For a machine that is described in a file."""
+    from shadowlane.emulate import sizes_of_cards
     from shadowlane.shapes import known_shapes, load_hardware
     from shadowlane.sizes import parse_size
     from shadowlane.what_if import load_model, what_if
@@ -175,7 +168,7 @@ def _plan_for(
             machine,
             context=context,
             ram=None if ram is None else parse_size(ram, "ram"),
-            gpu_memory=_card_nbytes(gpu_memory),
+            gpu_memory=sizes_of_cards(gpu_memory, machine),
             pins=dict(pins),
         )
     if export is not None:

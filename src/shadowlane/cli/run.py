@@ -79,8 +79,7 @@ def run(
     a chat template get it as a user's message; --raw continues it as it is.
     """
     engine = options.EngineOptions.of(locals())
-    if engine.is_emulated:
-        options.refuse_shape(model, "to run")
+    options.refuse_shape(model, "to run")
     params = options.sampling_params(
         max_tokens,
         temperature=temp,

@@ -1,0 +1,133 @@
+"""Routers on cards: who chooses adds up, and a layer that is all on one card crosses nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shadowlane.planner.hardware import Card, Hardware
+from shadowlane.planner.hybrid import Model, Plan, Site, Work, chooser, model_of
+from shadowlane.planner.hybrid_changes import follow
+from shadowlane.planner.hybrid_layouts import Question, Spread, layer_split, num_layers, settle
+from shadowlane.planner.hybrid_search import search
+from shadowlane.planner.synthetic import mixture_catalog
+
+CARD = Card("card", 4e9, 0.0, 400e9, 40e12, 20e9, 20e9, launch_s=5e-6, crossing_s=50e-6)
+TWO = Hardware("machine", (CARD, CARD), 40e9, 1e12, 2e-6, 60e9, 64e9, 0.0, 5e9)
+CATALOG = mixture_catalog(layers=4)
+WORK = Work(context=64, max_context=128)
+FIRST, SECOND = (1.0, 0.0), (0.0, 1.0)
+
+
+def asked(*, cards_route: bool = True, machine: Hardware = TWO) -> Question:
+    model = model_of(CATALOG, "mixture", is_ours=True, cards_route=cards_route)
+    return Question(model, machine, WORK)
+
+
+def spread_with(model: Model, **kinds: tuple[float, tuple[float, ...]]) -> Spread:
+    """All on the first card but kinds that are named: (part on cards, how cards share it)."""
+    found = [kinds.get(load.kind, (1.0, FIRST)) for load in model.loads]
+    return Spread([vram for vram, _ in found], [over for _, over in found])
+
+
+def routers(question: Question, **kinds: tuple[float, tuple[float, ...]]) -> set[int]:
+    """Sides that compute routers: 0 for the processor."""
+    plan = settle(question, "", spread_with(question.model, **kinds))
+    assert plan is not None
+    return {
+        chooser(question.model, plan.sites, index)
+        for index, load in enumerate(question.model.loads)
+        if load.experts
+    }
+
+
+def test_a_router_is_on_the_card_of_its_layer() -> None:
+    question = asked()
+    assert routers(question) == {1}
+    assert routers(question, experts=(0.5, FIRST)) == {1}
+    assert routers(question, experts=(0.5, (0.5, 0.5))) == {1}
+    assert routers(question, experts=(1.0, FIRST), gate_up=(0.0, FIRST)) == {1}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"experts": (0.0, FIRST)},
+        {"experts": (0.5, SECOND)},
+        {"o": (0.5, FIRST)},
+        {"o": (1.0, SECOND)},
+        {"experts": (0.5, FIRST), "gate_up": (0.5, FIRST)},
+        {"router": (1.0, (0.5, 0.5))},
+        {"router": (0.5, FIRST)},
+    ],
+)
+def test_a_router_that_would_save_nothing_is_the_processors(
+    kinds: dict[str, tuple[float, tuple[float, ...]]],
+) -> None:
+    assert routers(asked(), **kinds) == {0}
+
+
+def test_cards_that_cannot_route_have_no_routers() -> None:
+    assert routers(asked(cards_route=False)) == {0}
+
+
+def test_a_layer_on_one_card_crosses_nothing() -> None:
+    """The same step as of a layout that knows no processor between router and experts."""
+    ours, theirs = asked(), Question(model_of(CATALOG, "mixture"), TWO, WORK)
+    split = layer_split(ours, num_layers(ours.model))
+    other = layer_split(theirs, num_layers(theirs.model))
+    assert split is not None
+    assert other is not None
+    assert ours.times(split).step_s == pytest.approx(theirs.times(other).step_s)
+    before = asked(cards_route=False)
+    joined = layer_split(before, num_layers(before.model))
+    assert joined is not None
+    crossings = 2 * CATALOG.experts.num_layers if CATALOG.experts else 0
+    more_s = before.times(joined).step_s - ours.times(split).step_s
+    assert more_s > crossings * CARD.crossing_s
+
+
+def test_what_others_give_crosses_to_the_card_that_adds_up() -> None:
+    """Half of the experts with the processor: once to it and once back, as long as it computes."""
+    question = asked()
+    loads = question.model.loads
+    plan = settle(question, "", spread_with(question.model, experts=(0.5, FIRST)))
+    assert plan is not None
+    moved = Plan(
+        "",
+        tuple(
+            Site(0.0, 1.0, over=FIRST) if load.is_undivided else site
+            for load, site in zip(loads, plan.sites, strict=True)
+        ),
+    )
+    assert question.times(plan).step_s <= question.times(moved).step_s
+
+
+def test_the_search_finds_it() -> None:
+    ours, before = asked(), asked(cards_route=False)
+    best = search(ours)
+    split = layer_split(ours, num_layers(ours.model))
+    assert split is not None
+    assert best.times.step_s <= ours.times(split).step_s * 1.001
+    assert best.times.step_s < 0.8 * search(before).times.step_s
+
+
+def test_room_for_routers_is_kept() -> None:
+    """Where cards are nearly full, what is planned still fits."""
+    loads = asked().model.loads
+    heavy = tuple(replace(load, nbytes=2e6) if load.is_undivided else load for load in loads)
+    model = replace(asked().model, loads=heavy)
+    card = replace(CARD, vram_nbytes=0.3 * model.nbytes)
+    question = Question(model, replace(TWO, cards=(card, card)), WORK)
+    assert question.fits(search(question).plan)
+
+
+def test_routers_follow_to_cards_that_have_come_to_hold_their_layers() -> None:
+    question = asked()
+    spread = spread_with(question.model, router=(0.0, FIRST))
+    plan = settle(question, "by hand", spread)
+    assert plan is not None
+    better = follow(question, question.answer(plan))
+    assert {site.vram for site in better.plan.sites} == {1.0}
+    assert better.seconds < question.times(plan).step_s
