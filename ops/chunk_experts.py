@@ -370,16 +370,16 @@ def expert_chunk_item(
     tile = row[t.TILE_START] + item  # of a card
     if is_card:
         expert = items[tile, t.EXPERT]
-    else:
+        waited = 0
+    else:  # which it is may only be known once it has arrived
+        waited = wait_ready(base, geometry, route, item)
         expert = int(read_i32(route + geometry[t.ROUTE_ORDER] + 4 * item))
     starts = route + geometry[t.ROUTE_STARTS] + 4 * expert
     begin, end = read_i32(starts), read_i32(starts + 4)
-    if is_card and (is_void or begin == end):
-        return DONE, 0
     if is_card:
+        if is_void or begin == end:
+            return DONE, 0
         waited = wait_brought(base, geometry, items[tile, t.EXPERT_ORDINAL], record)
-    else:
-        waited = wait_ready(base, geometry, route, item)
     if waited < 0:
         return ABORTED, 0
     if is_void:
