@@ -125,14 +125,16 @@ def share_out(
 ) -> int:
     """List what each card computes, behind the `chosen` experts that the processor does.
 
-    Returns how many experts the list has then.
+    Returns how many experts the list has then. A card that computes none may still add up, and
+    must not find what an older route has listed for it.
     """
+    cards = row[t.CARD_EXPERTS]
     starts, order = here + geometry[t.ROUTE_STARTS], here + geometry[t.ROUTE_ORDER]
     place = chosen
     for card in range(t.MAX_CARDS):
         write_i64(here + 8 * (t.CARD_PLACES + card), place)
         for expert in range(geometry[t.NUM_EXPERTS]):
-            if items[row[t.CARD_EXPERTS] + expert, t.CARD] != card:
+            if cards < 0 or items[cards + expert, t.CARD] != card:
                 continue
             if read_i32(starts + 4 * expert + 4) != read_i32(starts + 4 * expert):
                 write_i32(order + 4 * place, np.int32(expert))
@@ -195,9 +197,7 @@ def route(
             write_i32(missing + 4 * num_missing, np.int32(expert))
             num_missing += 1
     chosen = num_resident + num_missing
-    num_listed = chosen
-    if cards >= 0:
-        num_listed = share_out(base, geometry, row, items, here, chosen, is_decode)
+    num_listed = share_out(base, geometry, row, items, here, chosen, is_decode)
     for place in range(num_listed):
         write_i32(here + geometry[t.ROUTE_HALVES] + 4 * place, np.int32(0))
         write_i32(here + geometry[t.ROUTE_WHOLES] + 4 * place, np.int32(0))
