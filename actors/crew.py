@@ -768,16 +768,24 @@ class Crew:
             return
         first = len(self._blueprint.sources)
         coming = [number for each in moves.taken[1:] for number in each.offsets if number >= first]
-        after = {n for part in moves.placement.cards for n in self._blueprint.on_card(part)}
+        after = self._on_cards(moves.placement)
+        # NOTE: nobody may ask for what leaves before it is in RAM, and a placement that is to come
+        # into force before this one would, of what it has on no card.
+        others = [self.placement, *self._arriving, *(p.placement for p in self._published.values())]
+        before = [each for each in others if each.placement_id < moves.placement.placement_id]
+        always = set.intersection(*map(self._on_cards, before))
         parts = zip(self.links, self.card_homes, self.placement.cards, strict=True)
         leaving = {
             number: (link, there.offsets[number])
             for link, there, part in parts
             for number in self._blueprint.on_card(part)
-            if number >= first and number not in after
+            if number >= first and number in always - after
         }
         moves.experts, copies = ExpertMoves.begin(self.disk_lane, first, coming, leaving)
         moves.pending += copies
+
+    def _on_cards(self, placement: Placement) -> set[int]:
+        return {n for part in placement.cards for n in self._blueprint.on_card(part)}
 
     def _misfit(self, placement: Placement) -> str | None:
         if placement.sweep and placement.num_slots != self._layout.num_slots:
