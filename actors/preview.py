@@ -37,7 +37,8 @@ def preview(spec: ServiceSpec) -> dict[str, Any]:
     placement = first_placement(spec, blueprint, cost)
     if placement.cards:
         request = request_of(spec.options, spec.settings)
-        report = card_report(blueprint.catalog, placement, request)
+        is_emulated = spec.settings.emulated is not None
+        report = card_report(blueprint.catalog, placement, request, is_emulated=is_emulated)
     else:
         report = plan_report(blueprint.catalog, placement, cost)
     report["notes"] = [*spec.notes, *blueprint.notes, *report["notes"]]

@@ -353,7 +353,10 @@ class Service:
         engine = self.engine
         placement = engine.placement
         if placement.cards:
-            report = card_report(engine.catalog, placement, engine.request)
+            is_emulated = engine.settings.emulated is not None
+            report = card_report(
+                engine.catalog, placement, engine.request, is_emulated=is_emulated
+            )
         else:
             report = plan_report(engine.catalog_now(), placement, CostModel(self._profile))
         report["notes"] = list(
@@ -442,7 +445,14 @@ class Service:
             "predicted_at_hits_step_s": at_hits_s,  # with the hits that there were
             "measured_step_s": statistics.median(steps) / scale if steps else None,
             "notes": list(
-                dict.fromkeys([*engine.notes, *engine.shadow.notes, *_cut_short(sequence)])
+                dict.fromkeys(
+                    [
+                        *engine.notes,
+                        *engine.shadow.notes,
+                        *engine.to_come(),
+                        *_cut_short(sequence),
+                    ]
+                )
             ),
             "decisions": list(engine.shadow.decisions),
         }

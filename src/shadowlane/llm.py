@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float | None], None]
 Message = Mapping[str, str]
+READING = "reading the model"  # its headers and tokenizer
 POLL_S = 0.05  # how often the stage of a loading engine is asked for
 CLOSED_S = 10.0  # what a closed stream may take to end: a step, which may have to read the disk
 KEPT_CLOSED = 16  # closed streams whose end may still be waited for
@@ -138,6 +139,7 @@ class LLM:
         address = None if is_running else running_address()
         if address is None and not is_running:
             # Before seconds go into Ray. An engine on a running cluster says the same as soon.
+            tell(READING, None)
             check_spec(spec)
         tell("starting Ray", None)
         self._cluster = join_cluster(address, dashboard=dashboard)
@@ -375,6 +377,7 @@ def _prepare(
     model: str | Path, weights: PackLayout | None, tell: Progress, asked: EngineArguments
 ) -> ServiceSpec:
     """What `LLM` is asked to serve. Refuses bad arguments before it fetches or packs a model."""
+    tell(READING, None)
     name = check_model(model)
     if weights is not None:
         one_of("weights", weights, PACK_NAMES)

@@ -238,9 +238,9 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
     copies = f"expanded copies {size(parts['expanded'])}, " if parts.get("expanded") else ""
     reads = "are expected to be" if experts else "are"
     slots = f"ring of {plan['num_slots']} slots {size(parts['slots'])}, " if parts["slots"] else ""
-    machine = f"{plan.get('hardware')}, emulated"
+    machine = f"{plan.get('hardware')}{', emulated' * plan.get('emulated', False)}"
     return [
-        *([("machine", machine)] if plan.get("emulated") else []),
+        *([("machine", machine)] if plan.get("hardware") else []),
         ("strategy", f"{plan['strategy']}: {plan['why']}"),
         ("budget", f"{size(plan['budget']['ram'])} of RAM, {size(parts['total'])} of it used"),
         *((name, _on_card(card, plan["budget"][name])) for name, card in _cards(plan)),
