@@ -346,8 +346,9 @@ def plan_model(
 
     Raises InfeasiblePlan (a ValueError) naming the deficit, ModelError, ValueError.
     """
-    weights = options.pop("weights", None)
-    spec = _prepare(model, weights, check_progress(progress), EngineArguments(**options))
+    weights, tell = options.pop("weights", None), check_progress(progress)
+    spec = _prepare(model, weights, tell, EngineArguments(**options))
+    tell("planning", None)
     from shadowlane.actors.preview import preview
 
     return preview(spec)

@@ -14,6 +14,7 @@ from rich.text import Text
 from shadowlane.sizes import format_size
 from shadowlane.what_if import OURS, PARTS
 
+WORTH_TELLING = 0.05  # of a speed
 TITLES = {  # the last two: computed on cards, brought there when it is needed
     "vram": "VRAM",
     "ram": "RAM",
@@ -93,7 +94,27 @@ def _phase(planned: Mapping[str, Any], phase: str) -> RenderableType:
         if phase == "decode"
         else f"Prompt, {ours['step_rows']} tokens at once"
     )
-    return Lines(Text(f"\n{what}, emulated", style="bold"), table)
+    parts: list[RenderableType] = [Text(f"\n{what}, emulated", style="bold"), table]
+    if phase == "decode":
+        parts += _on_lanes(planned, ours["predicted_tok_per_s"])
+    return Lines(*parts)
+
+
+def _on_lanes(planned: Mapping[str, Any], predicted: float) -> list[RenderableType]:
+    """Where matrices are so small that lanes which are emulated would tell other figures."""
+    lanes = planned["emulated_lanes"]
+    expected = lanes["predicted_tok_per_s"]
+    if expected > predicted * (1.0 - WORTH_TELLING):
+        return []
+    nbytes = lanes["small_nbytes"] / 1e6
+    return [
+        Text(
+            f"\nWhat small matrices lose is in no row. On lanes of run --hardware one of "
+            f"{nbytes:g} MB reaches half of a rate: {expected:.3g} tok/s with this plan. "
+            "Of a model that is here, --groups shows what run would start with.",
+            style="dim",
+        )
+    ]
 
 
 def _request(planned: Mapping[str, Any]) -> RenderableType:

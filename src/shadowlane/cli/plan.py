@@ -111,7 +111,7 @@ def plan(
     engine = options.EngineOptions.of(locals())
     with Stages() as stages:
         path = resolve_model(model, stages)
-        stages("planning")
+        stages("reading the model")
         from shadowlane.llm import plan_model
 
         planned = plan_model(path, progress=stages, **engine.given)
