@@ -131,7 +131,8 @@ def model_of(
     loads: list[Load] = []
     gathered = 0.0
     for group in catalog.groups:
-        nbytes = float(sum(catalog.blocks[index].nbytes for index in group.blocks))
+        blocks = [catalog.blocks[index] for index in group.blocks]
+        nbytes = float(sum(each.held_nbytes if is_ours else each.nbytes for each in blocks))
         if group.kind == "embed":
             gathered = nbytes
             continue
