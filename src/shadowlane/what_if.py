@@ -101,6 +101,8 @@ def what_if(
             "strategy": plan.name,
             "vram_nbytes": list(need.vram),
             "ram_nbytes": need.ram,
+            "stage_nbytes": list(need.stages),  # of each card's, for what is brought
+            "ring_nbytes": need.ring,  # of RAM's, for what is read off the disk
             "disk_nbytes": sum(
                 load.whole_nbytes * max(0.0, 1.0 - site.vram - site.ram)
                 for load, site in zip(model.loads, plan.sites, strict=True)

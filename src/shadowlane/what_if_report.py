@@ -59,12 +59,19 @@ def what_if_report(planned: Mapping[str, Any]) -> RenderableType:
 
 def _sizes(plan: Mapping[str, Any]) -> str:
     cards = [
-        f"card {index} {format_size(round(nbytes))}"
-        for index, nbytes in enumerate(plan["vram_nbytes"])
+        f"card {index} {format_size(round(nbytes))}" + _of_it(stage, "for what is brought")
+        for index, (nbytes, stage) in enumerate(
+            zip(plan["vram_nbytes"], plan["stage_nbytes"], strict=True)
+        )
     ]
     disk = plan["disk_nbytes"]
     on_disk = [f"only on disk {format_size(round(disk))}"] if disk >= 1 else []
-    return ", ".join([*cards, f"RAM {format_size(round(plan['ram_nbytes']))}", *on_disk])
+    ram = format_size(round(plan["ram_nbytes"])) + _of_it(plan["ring_nbytes"], "to read ahead")
+    return ", ".join([*cards, f"RAM {ram}", *on_disk])
+
+
+def _of_it(nbytes: float, what: str) -> str:
+    return f" ({format_size(round(nbytes))} of it {what})" if nbytes >= 1 else ""
 
 
 def _phase(planned: Mapping[str, Any], phase: str) -> RenderableType:

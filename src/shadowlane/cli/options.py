@@ -112,8 +112,9 @@ GpuMemory = Annotated[
     option(
         "--gpu-memory",
         metavar="SIZE",
-        help="Most memory of each card to use, or one size for each: 6GiB,4GiB; auto: what is "
-        "free, less a headroom. Without --hardware these are the cards that are here.",
+        help="Most memory of each card for weights, KV cache and what is brought, or one size for "
+        "each: 6GiB,4GiB; auto: what is free, less a headroom. Without --hardware these are the "
+        "cards that are here, on which activations and the driver's context come beside it.",
         rich_help_panel=_MEMORY,
     ),
 ]
