@@ -77,7 +77,8 @@ class LLM:
 
     hardware: a file that describes a machine with cards, which is then emulated: lanes give the
     same tokens and take its time, `slowed` times slower (None: as slow as they must be). gpu_memory
-    of each card, for weights, KV cache and what is brought: "6GiB", or one for each, "6GiB,4GiB". strategy, gpu_layers, cpu_moe, n_cpu_moe: a
+    of each card, for weights, KV cache and what is brought: "6GiB", or one for each,
+    "6GiB,4GiB". strategy, gpu_layers, cpu_moe, n_cpu_moe: a
     layout by hand instead of the best that is found. emulate_seed hides factors on all rates;
     fixed_costs below 1 makes launches and crossings as cheap beside the weights of a small model as
     they are beside those of a large one;

@@ -116,9 +116,9 @@ def _on_lanes(planned: Mapping[str, Any], predicted: float) -> list[RenderableTy
     nbytes = lanes["small_nbytes"] / 1e6
     return [
         Text(
-            f"\nWhat small matrices lose is in no row. On lanes of run --hardware one of "
-            f"{nbytes:g} MB reaches half of a rate: {expected:.3g} tok/s with this plan. "
-            "Of a model that is here, --groups shows what run would start with.",
+            f"\nWhat small matrices lose is in no row. On emulated lanes, as run has them, one of "
+            f"{nbytes:g} MB reaches half of a rate: {expected:.3g} tok/s with this plan. Of a "
+            "model that is here, a plan by groups is what they begin with.",
             style="dim",
         )
     ]
