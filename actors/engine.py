@@ -465,8 +465,18 @@ class Engine:
             return
         self._decode_steps += 1
         for steps, state in emulated.script:
-            if steps == self._decode_steps:
+            if max(1, steps) == self._decode_steps:
                 self.emulate(state)
+
+    def to_come(self) -> tuple[str, ...]:
+        """A note about the next disturbance of the script, if one has not begun."""
+        emulated = self.settings.emulated
+        script = () if emulated is None else emulated.script
+        later = [steps for steps, _ in script if steps > max(1, self._decode_steps)]
+        if not later:
+            return ()
+        steps = f"{self._decode_steps} step{'' if self._decode_steps == 1 else 's'}"
+        return (f"the disturbance from token {later[0]} on has not begun: decode took {steps}",)
 
     def emulate(self, state: Conditions) -> None:
         """From now on other programs leave this of the emulated machine."""

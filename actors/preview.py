@@ -8,7 +8,7 @@ from typing import Any
 
 from shadowlane.actors.blueprint import Blueprint, read_blueprint
 from shadowlane.actors.machine import hardware_fingerprint
-from shadowlane.actors.requests import num_workers, request_of
+from shadowlane.actors.requests import described_profile, num_workers, request_of
 from shadowlane.actors.routing import check_routing, routed_model
 from shadowlane.actors.service import profile_path, read_heat, read_profile
 from shadowlane.actors.spec import ServiceSpec
@@ -35,11 +35,14 @@ def preview(spec: ServiceSpec) -> dict[str, Any]:
     check_routing(blueprint, spec.settings)
     cost = CostModel(profile)
     placement = first_placement(spec, blueprint, cost)
+    emulated = spec.settings.emulated
     if placement.cards:
         request = request_of(spec.options, spec.settings)
-        report = card_report(blueprint.catalog, placement, request)
+        is_emulated = emulated is not None
+        report = card_report(blueprint.catalog, placement, request, is_emulated=is_emulated)
     else:
-        report = plan_report(blueprint.catalog, placement, cost)
+        machine = None if emulated is None else emulated.hardware.name
+        report = plan_report(blueprint.catalog, placement, cost, emulated=machine)
     report["notes"] = [*spec.notes, *blueprint.notes, *report["notes"]]
     report["model"] = str(spec.root)
     report["dtype"] = blueprint.dtype
@@ -105,4 +108,7 @@ def _path(spec: ServiceSpec, blueprint: Blueprint) -> Path:
 def _read(spec: ServiceSpec) -> tuple[Blueprint, Profile | None]:
     blueprint, _ = read_blueprint(spec.root, spec.options, num_workers(spec.settings))
     catalog = informed(blueprint.catalog, read_heat(blueprint))
-    return replace(blueprint, catalog=catalog), read_profile(_path(spec, blueprint))
+    profile = described_profile(spec.settings, catalog)
+    if profile is None:
+        profile = read_profile(_path(spec, blueprint))
+    return replace(blueprint, catalog=catalog), profile

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from shadowlane.actors.spec import EngineSettings, Options
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.described import profile_of
 from shadowlane.planner.placement import LaneSpec, Request
+from shadowlane.planner.profile import Profile
 
 
 def lanes_of(settings: EngineSettings) -> tuple[LaneSpec, ...]:
@@ -19,6 +22,14 @@ def num_workers(settings: EngineSettings) -> int:
     return sum(lane.threads for lane in lanes_of(settings))
 
 
+def described_profile(settings: EngineSettings, catalog: Catalog) -> Profile | None:
+    """Of the processor and disk of an emulated machine; None where none is emulated."""
+    if settings.emulated is None:
+        return None
+    processors = [lane for lane in lanes_of(settings) if lane.name.startswith("cpu:")]
+    return profile_of(settings.emulated.planned, catalog, processors)
+
+
 def request_of(options: Options, settings: EngineSettings) -> Request:
     return Request(
         ram=settings.ram,
@@ -28,7 +39,7 @@ def request_of(options: Options, settings: EngineSettings) -> Request:
         num_slots=settings.num_slots,
         expand=settings.expand,
         subchunks=settings.subchunks,
-        machine=settings.emulated.hardware if settings.emulated else settings.machine,
+        machine=settings.emulated.planned if settings.emulated else settings.machine,
         cards=tuple(card.memory for card in settings.cards),
         cards_route=settings.emulated is not None,
         brings_experts=settings.emulated is not None,

@@ -26,6 +26,7 @@ from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.engine import Engine, EngineError
 from shadowlane.actors.hosts import Host
 from shadowlane.actors.machine import hardware_fingerprint
+from shadowlane.actors.requests import described_profile
 from shadowlane.actors.sequence import Sequence
 from shadowlane.actors.spec import Chunk, ServiceSpec
 from shadowlane.actors.timeline import make_timeline
@@ -133,8 +134,8 @@ class Service:
     # -- profile
 
     def _find_profile(self, engine: Engine) -> Profile | None:
-        if self._spec.settings.emulated is not None:
-            return None  # this machine's speed says nothing of the one that is emulated
+        if self._spec.settings.emulated is not None:  # of which this machine's speed says nothing
+            return described_profile(self._spec.settings, engine.catalog)
         threads = [len(cores) for cores in self._spec.settings.cores]
         hardware = hardware_fingerprint(threads, engine.files.root)
         path = profile_path(hardware, engine.blueprint)
@@ -351,11 +352,18 @@ class Service:
     def plan(self) -> dict[str, Any]:
         """The plan in force; see `planner/explain.py`."""
         engine = self.engine
-        placement = engine.placement
+        placement, emulated = engine.placement, engine.settings.emulated
         if placement.cards:
-            report = card_report(engine.catalog, placement, engine.request)
+            report = card_report(
+                engine.catalog, placement, engine.request, is_emulated=emulated is not None
+            )
         else:
-            report = plan_report(engine.catalog_now(), placement, CostModel(self._profile))
+            report = plan_report(
+                engine.catalog_now(),
+                placement,
+                CostModel(self._profile),
+                emulated=None if emulated is None else emulated.hardware.name,
+            )
         report["notes"] = list(
             dict.fromkeys([*engine.notes, *engine.shadow.notes, *report["notes"]])
         )
@@ -442,7 +450,14 @@ class Service:
             "predicted_at_hits_step_s": at_hits_s,  # with the hits that there were
             "measured_step_s": statistics.median(steps) / scale if steps else None,
             "notes": list(
-                dict.fromkeys([*engine.notes, *engine.shadow.notes, *_cut_short(sequence)])
+                dict.fromkeys(
+                    [
+                        *engine.notes,
+                        *engine.shadow.notes,
+                        *engine.to_come(),
+                        *_cut_short(sequence),
+                    ]
+                )
             ),
             "decisions": list(engine.shadow.decisions),
         }
@@ -501,7 +516,7 @@ def _cut_short(sequence: Sequence) -> tuple[str, ...]:
 def at_hits_of(catalog: Catalog, placement: Placement, profile: Profile | None) -> float | None:
     """Predicted seconds of a decode step, had it been known how often experts are hit.
 
-    None with cards: a profile knows none, nor a machine that is emulated.
+    None with cards, of which a profile knows nothing.
     """
     if placement.cards:
         return None

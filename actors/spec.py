@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from shadowlane.ops.table import FEW_ROWS
-from shadowlane.planner.hardware import Conditions, Hardware
+from shadowlane.planner.hardware import Conditions, Hardware, with_small_matrices
 from shadowlane.planner.placement import Expand
 
 PREFILL_CHUNK = 512
@@ -64,6 +64,11 @@ class Emulated:
     slowed: float | None = None  # seconds here for one emulated second; None: chosen by the plan
     small_nbytes: float = SMALL  # a matrix of this size reaches half of a rate
     script: tuple[tuple[int, Conditions], ...] = ()  # what is left from so many decode steps on
+
+    @property
+    def planned(self) -> Hardware:
+        """What planners are told of it: the file's figures, and what small matrices cost."""
+        return with_small_matrices(self.hardware, self.small_nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,7 +300,21 @@ class CardPlanner:
             self._shadow.handle(self._left)
             return [ev.Note(f"memory that is left holds no plan: {error}; the plan stays as it is")]
         self._left = taken
-        return self._obey(commands)
+        is_on_its_way = self.placements.is_switching or self._after is not None
+        self._after = None
+        return self._obey(commands) or (self._withdraw() if is_on_its_way else [])
+
+    def _withdraw(self) -> list[ev.Command]:
+        """What runs, in place of a placement on its way that was made for other memory."""
+        assert self._shadow is not None
+        try:
+            placement = self._exact(self._shadow.plan, self._shadow.question)
+        except InfeasiblePlan:
+            return []
+        return self.placements.publish(
+            Option.as_placed(placement.strategy, placement),
+            "memory has changed while a plan was on its way: back to what runs",
+        )
 
     def _refused(self, event: ev.PlacementRefused) -> list[ev.Command]:
         if self.placements.record(event.placement_id) is None:

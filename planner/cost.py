@@ -205,7 +205,7 @@ class CostModel:
     ) -> float:
         if group.kind == "embed":
             return 0.0  # rows in RAM cost nothing worth counting; others cost `gather_s`
-        nbytes = _touched_nbytes(catalog, group, workload)
+        nbytes = touched_nbytes(catalog, group, workload)
         points = self._measured_points(group, lane, workload.phase)
         work = _work(group.kind, workload.rows, workload.context)
         if points:
@@ -240,7 +240,7 @@ def _work(kind: str, rows: int, context: int) -> float:
     return float(rows * max(1, context)) if kind == "attn" else float(rows)
 
 
-def _touched_nbytes(catalog: Catalog, group: Group, workload: Workload) -> float:
+def touched_nbytes(catalog: Catalog, group: Group, workload: Workload) -> float:
     """Bytes read from DRAM: the weights once, or the keys and values of every decode row."""
     if group.kind == "experts" and catalog.experts is not None:
         experts = catalog.experts

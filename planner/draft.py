@@ -227,7 +227,7 @@ class Draft:
 
         Raises ValueError where pins leave nothing to take.
         """
-        taken = [0] * len(self.cards)
+        taken, experts = [0] * len(self.cards), [0] * len(self.cards)
         while True:
             slots = self._slots()
             again = False
@@ -256,17 +256,27 @@ class Draft:
                         own.ends[later] -= fewer
                     after, kv_after = self._held_of(index, card)
                     weights, kv = weights + after - before, kv + kv_after - kv_before
+                    experts[card] += coldest is not None
                     taken[card] += before - after + up(kv_before - kv_after)
                     again = True
                     if coldest is not None:
                         index = len(self.cuts) - 1
             if not again:
                 break
-        for lane, nbytes in zip(self.cards, taken, strict=True):
-            if nbytes:
+        for lane, nbytes, count in zip(self.cards, taken, experts, strict=True):
+            if count > 1 or nbytes > self._rounding():
                 self.notes.append(
                     f"{show_nbytes(nbytes)} of what was planned for {lane} do not fit it"
                 )
+
+    def _rounding(self) -> int:
+        """Bytes by which whole blocks may come to more than was planned, of which nobody is told:
+        of each kind of group one block, of keys and values one head."""
+        kinds = {group.kind for group in self.catalog.groups if group.blocks}
+        heads = min(
+            (cuts.last for group, cuts, _ in self.groups() if group.kind == "attn"), default=1
+        )
+        return len(kinds) * self.catalog.slot_nbytes + up(self._kv_of_layer / heads)
 
     def _with_most_experts(self, card: int) -> int | None:
         """The group with most experts on a card, of several the last; None: it has none."""

@@ -27,8 +27,13 @@ WHY = {
 }
 
 
-def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict[str, Any]:
-    """JSON-able. Bytes are exact; seconds are predicted, `measured` says from what."""
+def plan_report(
+    catalog: Catalog, placement: Placement, cost: CostModel, *, emulated: str | None = None
+) -> dict[str, Any]:
+    """JSON-able. Bytes are exact; seconds are predicted, `measured` says from what.
+
+    emulated: the name of the machine that `cost` describes, where it is not here.
+    """
     decode = simulate(catalog, placement, cost)
     # A prompt's chunk, of the size that was measured; its mean row attends to half of it.
     chunk_rows = cost.measured_chunk or PREFILL_ROWS
@@ -44,8 +49,10 @@ def plan_report(catalog: Catalog, placement: Placement, cost: CostModel) -> dict
         "placement_id": placement.placement_id,
         "strategy": placement.strategy,
         "why": WHY[strategy],
-        "measured": cost.measured,
+        "measured": cost.measured and emulated is None,
         "unmeasured": list(cost.unmeasured(catalog, placement.lanes)),
+        "emulated": emulated is not None,
+        "hardware": emulated,
         "budget": {"ram": placement.ram},
         "bytes": ram_parts(placement),
         "tiers": tiers(catalog, placement),

@@ -14,8 +14,13 @@ from shadowlane.planner.placement import Placement, Request
 from shadowlane.planner.plan_of import plan_of
 
 
-def card_report(catalog: Catalog, placement: Placement, request: Request) -> dict[str, Any]:
-    """As `plan_report`. All seconds are of the machine that the request describes: emulated."""
+def card_report(
+    catalog: Catalog, placement: Placement, request: Request, *, is_emulated: bool
+) -> dict[str, Any]:
+    """As `plan_report`. All seconds are of the machine that the request describes.
+
+    is_emulated: that machine is not here; otherwise its figures have been measured.
+    """
     question = question_over_cards(catalog, request)
     homes = catalog_homes(catalog, request.pins, len(request.cards))
     plan = plan_of(catalog, placement, question.model)
@@ -30,9 +35,9 @@ def card_report(catalog: Catalog, placement: Placement, request: Request) -> dic
         "why": "predicted fastest of all that were tried"
         if request.strategy == "auto"
         else "as it was asked for",
-        "measured": False,
+        "measured": not is_emulated,
         "unmeasured": [],
-        "emulated": True,
+        "emulated": is_emulated,
         "hardware": question.machine.name,
         "budget": {"ram": placement.ram, **{each.lane: each.budget for each in placement.cards}},
         "bytes": {

@@ -64,6 +64,8 @@ def plan_by_hand(question: Question, strategy: str, layers: int | None = None) -
     if strategy not in OF_LAYERS and strategy not in OF_ONE:
         known = "; ".join((*OF_ONE, *OF_LAYERS))
         raise ValueError(f"a layout by hand must be one of {known}; got {strategy!r}")
+    if (needed := _missing_for(question, strategy)) is not None:
+        raise TooLarge(f"{strategy} needs {needed}")
     if layers is None:
         answer = by_hand(question).get(strategy)
         plan = None if answer is None else answer.plan
@@ -76,8 +78,6 @@ def plan_by_hand(question: Question, strategy: str, layers: int | None = None) -
         plan = OF_LAYERS[strategy](question, layers)
     if plan is None:
         setting = "" if layers is None else f" {layers}"
-        if (needed := _missing_for(question, strategy)) is not None:
-            raise TooLarge(f"{strategy} needs {needed}")
         raise TooLarge(f"{strategy}{setting} must fit {question.machine.name}; it does not")
     return plan
 

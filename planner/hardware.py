@@ -10,7 +10,7 @@ Read from a hardware file, in which every figure stands beside its source:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 
@@ -40,6 +40,20 @@ class Hardware:
     ram_nbytes: float
     reserved_nbytes: float  # system, interpreter, desktop
     disk_bytes_per_s: float  # large direct reads
+
+
+def with_small_matrices(machine: Hardware, nbytes: float) -> Hardware:
+    """The machine with what groups lose because a matrix of `nbytes` reaches half of a rate.
+
+    That is as long as reading so many bytes takes, whatever a matrix has itself: a fixed cost of
+    each group, as launches are.
+    """
+    cards = tuple(
+        replace(card, launch_s=card.launch_s + nbytes / card.vram_bytes_per_s)
+        for card in machine.cards
+    )
+    launch_s = machine.cpu_launch_s + nbytes / machine.cpu_bytes_per_s
+    return replace(machine, cards=cards, cpu_launch_s=launch_s)
 
 
 RATES = frozenset(

@@ -136,7 +136,8 @@ def model_of(
     loads: list[Load] = []
     gathered = 0.0
     for group in catalog.groups:
-        nbytes = float(sum(catalog.blocks[index].nbytes for index in group.blocks))
+        blocks = [catalog.blocks[index] for index in group.blocks]
+        nbytes = float(sum(each.held_nbytes if is_ours else each.nbytes for each in blocks))
         if group.kind == "embed":
             gathered = nbytes
             continue
@@ -259,6 +260,8 @@ class Demand:
 
     vram: tuple[float, ...]  # per card, with the stage for what any phase brings
     ram: float  # with the ring for what is only on disk
+    stages: tuple[float, ...]  # of `vram`, on each card
+    ring: float  # of `ram`
 
 
 def demand(
@@ -278,9 +281,12 @@ def demand(
             for card, part in enumerate(site.over[: len(cards)]):
                 vram[card] += (whole + kv) * site.vram * part
                 brings[card] |= moved and part > 0.0
-    stages = (stage_nbytes(card) if each else 0.0 for card, each in zip(cards, brings, strict=True))
-    ram += disk_ring_nbytes(model, machine, state) if reads else 0.0
-    return Demand(tuple(have + stage for have, stage in zip(vram, stages, strict=True)), ram)
+    stages = tuple(
+        stage_nbytes(card) if each else 0.0 for card, each in zip(cards, brings, strict=True)
+    )
+    ring = disk_ring_nbytes(model, machine, state) if reads else 0.0
+    held = tuple(have + stage for have, stage in zip(vram, stages, strict=True))
+    return Demand(held, ram + ring, stages, ring)
 
 
 def kv_nbytes(load: Load, work: Work) -> float:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float | None], None]
 Message = Mapping[str, str]
+READING = "reading the model"  # its headers and tokenizer
 POLL_S = 0.05  # how often the stage of a loading engine is asked for
 CLOSED_S = 10.0  # what a closed stream may take to end: a step, which may have to read the disk
 KEPT_CLOSED = 16  # closed streams whose end may still be waited for
@@ -76,7 +77,8 @@ class LLM:
 
     hardware: a file that describes a machine with cards, which is then emulated: lanes give the
     same tokens and take its time, `slowed` times slower (None: as slow as they must be). gpu_memory
-    of each card: "6GiB", or one for each, "6GiB,4GiB". strategy, gpu_layers, cpu_moe, n_cpu_moe: a
+    of each card, for weights, KV cache and what is brought: "6GiB", or one for each,
+    "6GiB,4GiB". strategy, gpu_layers, cpu_moe, n_cpu_moe: a
     layout by hand instead of the best that is found. emulate_seed hides factors on all rates;
     fixed_costs below 1 makes launches and crossings as cheap beside the weights of a small model as
     they are beside those of a large one;
@@ -138,6 +140,7 @@ class LLM:
         address = None if is_running else running_address()
         if address is None and not is_running:
             # Before seconds go into Ray. An engine on a running cluster says the same as soon.
+            tell(READING, None)
             check_spec(spec)
         tell("starting Ray", None)
         self._cluster = join_cluster(address, dashboard=dashboard)
@@ -344,8 +347,9 @@ def plan_model(
 
     Raises InfeasiblePlan (a ValueError) naming the deficit, ModelError, ValueError.
     """
-    weights = options.pop("weights", None)
-    spec = _prepare(model, weights, check_progress(progress), EngineArguments(**options))
+    weights, tell = options.pop("weights", None), check_progress(progress)
+    spec = _prepare(model, weights, tell, EngineArguments(**options))
+    tell("planning", None)
     from shadowlane.actors.preview import preview
 
     return preview(spec)
@@ -375,6 +379,7 @@ def _prepare(
     model: str | Path, weights: PackLayout | None, tell: Progress, asked: EngineArguments
 ) -> ServiceSpec:
     """What `LLM` is asked to serve. Refuses bad arguments before it fetches or packs a model."""
+    tell(READING, None)
     name = check_model(model)
     if weights is not None:
         one_of("weights", weights, PACK_NAMES)

@@ -238,12 +238,15 @@ def _plan_facts(plan: Json) -> list[tuple[str, str]]:
     copies = f"expanded copies {size(parts['expanded'])}, " if parts.get("expanded") else ""
     reads = "are expected to be" if experts else "are"
     slots = f"ring of {plan['num_slots']} slots {size(parts['slots'])}, " if parts["slots"] else ""
-    machine = f"{plan.get('hardware')}, emulated"
+    machine = f"{plan.get('hardware')}{', emulated' * plan.get('emulated', False)}"
     return [
-        *([("machine", machine)] if plan.get("emulated") else []),
+        *([("machine", machine)] if plan.get("hardware") else []),
         ("strategy", f"{plan['strategy']}: {plan['why']}"),
         ("budget", f"{size(plan['budget']['ram'])} of RAM, {size(parts['total'])} of it used"),
-        *((name, _on_card(card, plan["budget"][name])) for name, card in _cards(plan)),
+        *(
+            (name, _on_card(card, plan["budget"][name], plan["emulated"]))
+            for name, card in _cards(plan)
+        ),
         (
             "in RAM",
             f"weights {size(parts['weights'])}, {experts}"
@@ -279,7 +282,9 @@ def _cards(plan: Json) -> list[tuple[str, Json]]:
     return list(plan["bytes"].get("cards", {}).items())
 
 
-def _on_card(card: Json, budget: int) -> str:
+def _on_card(card: Json, budget: int, is_emulated: bool) -> str:
+    """What the budget of a card holds; on one that is here something comes beside it."""
+    beside = "" if is_emulated else "; beside it come activations and the driver's context"
     experts = f"experts {size(card['experts'])}, " if card["experts"] else ""
     brought = ""
     if card["slots"]:
@@ -289,7 +294,7 @@ def _on_card(card: Json, budget: int) -> str:
         )
     return (
         f"{size(budget)}, {size(card['total'])} of it used: weights {size(card['weights'])}, "
-        f"{experts}KV cache {size(card['kv'])}{brought}"
+        f"{experts}KV cache {size(card['kv'])}{brought}{beside}"
     )
 
 

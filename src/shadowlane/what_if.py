@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shadowlane.actors.spec import SMALL
 from shadowlane.llama_cpp import llama_cpp_flags
 from shadowlane.planner.chunks import ANSWER_TOKENS, PROMPT_PART
-from shadowlane.planner.hardware import Hardware
+from shadowlane.planner.hardware import Hardware, with_small_matrices
 from shadowlane.planner.hybrid import (
     Model,
     Plan,
@@ -82,6 +83,7 @@ def what_if(
     plan = best.plan
     planning_s = time.perf_counter() - began
     need = demand(model, plan, work, machine)
+    lanes = replace(question, machine=with_small_matrices(machine, SMALL))
     return {
         "model": model.name,
         "hardware": machine.name,
@@ -91,10 +93,16 @@ def what_if(
         "context": room,
         "request": {"prompt_tokens": tokens, "answer_tokens": ANSWER_TOKENS},
         "rows": _rows(question, hand, best),
+        "emulated_lanes": {
+            "small_nbytes": SMALL,
+            "predicted_tok_per_s": work.rows / lanes.times(plan).step_s,
+        },
         "plan": {
             "strategy": plan.name,
             "vram_nbytes": list(need.vram),
             "ram_nbytes": need.ram,
+            "stage_nbytes": list(need.stages),  # of each card's, for what is brought
+            "ring_nbytes": need.ring,  # of RAM's, for what is read off the disk
             "disk_nbytes": sum(
                 load.whole_nbytes * max(0.0, 1.0 - site.vram - site.ram)
                 for load, site in zip(model.loads, plan.sites, strict=True)

@@ -14,6 +14,7 @@ from rich.text import Text
 from shadowlane.sizes import format_size
 from shadowlane.what_if import OURS, PARTS
 
+WORTH_TELLING = 0.05  # of a speed
 TITLES = {  # the last two: computed on cards, brought there when it is needed
     "vram": "VRAM",
     "ram": "RAM",
@@ -58,12 +59,19 @@ def what_if_report(planned: Mapping[str, Any]) -> RenderableType:
 
 def _sizes(plan: Mapping[str, Any]) -> str:
     cards = [
-        f"card {index} {format_size(round(nbytes))}"
-        for index, nbytes in enumerate(plan["vram_nbytes"])
+        f"card {index} {format_size(round(nbytes))}" + _of_it(stage, "for what is brought")
+        for index, (nbytes, stage) in enumerate(
+            zip(plan["vram_nbytes"], plan["stage_nbytes"], strict=True)
+        )
     ]
     disk = plan["disk_nbytes"]
     on_disk = [f"only on disk {format_size(round(disk))}"] if disk >= 1 else []
-    return ", ".join([*cards, f"RAM {format_size(round(plan['ram_nbytes']))}", *on_disk])
+    ram = format_size(round(plan["ram_nbytes"])) + _of_it(plan["ring_nbytes"], "to read ahead")
+    return ", ".join([*cards, f"RAM {ram}", *on_disk])
+
+
+def _of_it(nbytes: float, what: str) -> str:
+    return f" ({format_size(round(nbytes))} of it {what})" if nbytes >= 1 else ""
 
 
 def _phase(planned: Mapping[str, Any], phase: str) -> RenderableType:
@@ -93,7 +101,27 @@ def _phase(planned: Mapping[str, Any], phase: str) -> RenderableType:
         if phase == "decode"
         else f"Prompt, {ours['step_rows']} tokens at once"
     )
-    return Lines(Text(f"\n{what}, emulated", style="bold"), table)
+    parts: list[RenderableType] = [Text(f"\n{what}, emulated", style="bold"), table]
+    if phase == "decode":
+        parts += _on_lanes(planned, ours["predicted_tok_per_s"])
+    return Lines(*parts)
+
+
+def _on_lanes(planned: Mapping[str, Any], predicted: float) -> list[RenderableType]:
+    """Where matrices are so small that lanes which are emulated would tell other figures."""
+    lanes = planned["emulated_lanes"]
+    expected = lanes["predicted_tok_per_s"]
+    if expected > predicted * (1.0 - WORTH_TELLING):
+        return []
+    nbytes = lanes["small_nbytes"] / 1e6
+    return [
+        Text(
+            f"\nWhat small matrices lose is in no row. On emulated lanes, as run has them, one of "
+            f"{nbytes:g} MB reaches half of a rate: {expected:.3g} tok/s with this plan. Of a "
+            "model that is here, a plan by groups is what they begin with.",
+            style="dim",
+        )
+    ]
 
 
 def _request(planned: Mapping[str, Any]) -> RenderableType:

@@ -13,6 +13,7 @@ from tiny import tiny_tokens
 from shadowlane.actors import engine as engines
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.spec import CardSettings, Emulated
+from shadowlane.planner.hardware import CALM, Conditions
 from shadowlane.planner.pins import catalog_homes
 
 OPTIONS = Options(context=128, prefill_chunk=24)
@@ -74,6 +75,34 @@ def test_memory_of_emulated_cards_is_asked_for_here(
         assert placement.cards[0].kv_nbytes > 0
         there = sum(card.total_nbytes for card in placement.cards)
         assert asked == [layout.budget_start + placement.total_nbytes + there]
+
+
+def test_disturbances_begin_when_they_should_and_are_told_where_they_do_not(model: Path) -> None:
+    half = Conditions(cpu=0.5)
+    script = ((0, half), (3, CALM), (200, half), (300, CALM))
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        first=drawn(2, 1),
+        cards=(CardSettings(1 << 30),),
+        emulated=Emulated(machine_with(1), slowed=1.0, script=script),
+    ) as engine:
+        begun: list[tuple[int, Conditions]] = []
+        there = engine.engine
+        emulator = there.emulator
+        assert emulator is not None
+        began = emulator.set
+        emulator.set = lambda state: (  # type: ignore[method-assign]
+            begun.append((there._decode_steps, state)),
+            began(state),
+        )[1]
+        engine.generate(PROMPT, max_tokens=6)
+        assert begun == [(1, half), (3, CALM)], "0 is the first there is"
+        assert there.to_come() == (
+            "the disturbance from token 200 on has not begun: decode took 5 steps",
+        )
 
 
 @pytest.mark.parametrize("seed", range(4))

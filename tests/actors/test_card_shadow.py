@@ -35,7 +35,7 @@ def test_what_was_timed_makes_the_planner_think_again(
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         expected = engine.generate(PROMPT, max_tokens=TOKENS)
     memory = weights_nbytes(cut(model, OPTIONS, ONE_THREAD))
-    machine = replace(machine_with(1), cpu_bytes_per_s=8e9)
+    machine = replace(machine_with(1), cpu_bytes_per_s=20e9)
     with (
         fake_cards(monkeypatch, base=inprocess.ThreadHost) as (driver,),
         running(

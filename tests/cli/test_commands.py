@@ -289,6 +289,12 @@ def test_bench_leaves_out_the_first_repetition(
     )
 
 
+def test_the_package_is_a_command() -> None:
+    called = [sys.executable, "-m", "shadowlane", "--version"]
+    done = subprocess.run(called, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("shadowlane 0.")
+
+
 def test_fetch_list_and_version(
     shadowlane_command: Command,
     engine: FakeEngine,

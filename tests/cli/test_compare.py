@@ -133,7 +133,7 @@ def test_all_that_are_for_this_machine_are_there(compared: Comparison) -> None:
 
 
 def test_ours_is_what_our_lanes_can_run(compared: Comparison) -> None:
-    """No chosen expert comes over a link, and a router is all in one place."""
+    """No chosen expert comes over a link, and a router is one side's."""
     for each in (reached for round_ in compared.rounds for reached in round_.reached):
         if each.strategy in BY_HAND:
             continue
@@ -142,7 +142,7 @@ def test_ours_is_what_our_lanes_can_run(compared: Comparison) -> None:
                 assert site.brought_in("decode") == 0.0
             if load.kind == "router":
                 assert site.vram in (0.0, 1.0)
-                assert set(site.over) <= {0.0, 1.0}
+                assert site.vram == 0.0 or max(site.over) == 1.0
                 assert site.brought_in("decode") == site.brought_in("prefill") == 0.0
 
 

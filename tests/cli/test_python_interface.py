@@ -81,6 +81,19 @@ def test_constructor_arguments(options: dict[str, Any], message: str) -> None:
                 function(**arguments)
 
 
+def test_what_is_done_is_told_before_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers and libraries take seconds to read, in which nobody shall wait for nothing."""
+    for call in (LLM, plan_model, profile_model):
+        told: list[str] = []
+
+        def resolve(name: object, tell: object, told: list[str] = told) -> None:
+            raise ValueError(f"after {told}")
+
+        monkeypatch.setattr("shadowlane.llm.resolve_model", resolve)
+        with pytest.raises(ValueError, match=r"after \['reading the model'\]"):
+            call("smollm2", progress=lambda stage, fraction, told=told: told.append(stage))
+
+
 def test_whole_numbers_may_be_those_of_numpy() -> None:
     spec = make_spec(Path("x"), cpu_threads=np.int64(2), ram=np.int32(9), ctx_size=np.int16(64))
     assert (type(spec.options.context), type(spec.settings.ram)) == (int, int)

@@ -114,7 +114,7 @@ def test_the_rows_of_a_plan_over_cards_cover_each_byte_once(by_group: bool) -> N
         cards=(weights // 2,),
         pins={"^0.down": "cpu", "^1": "gpu:0"},
     )
-    plan = card_report(catalog, first_over_cards(catalog, request), request)
+    plan = card_report(catalog, first_over_cards(catalog, request), request, is_emulated=True)
     parts = list(map(report._group_part, plan["groups"])) if by_group else None
     parts = parts or report._parts(plan["groups"])
     shown = {place: sum(part.nbytes[place] for part in parts) for place in parts[0].nbytes}
@@ -129,6 +129,31 @@ def test_the_rows_of_a_plan_over_cards_cover_each_byte_once(by_group: bool) -> N
         assert "computed in RAM, pinned" in row
     else:
         assert any("down on cpu:0" in part.why for part in parts)
+
+
+def test_cards_that_are_here_are_not_called_emulated() -> None:
+    """What was measured of them is; what comes beside their budget is said."""
+    catalog = llama_catalog(layers=6)
+    card = Card("a card", 8e9, 0.0, 400e9, 20e12, 12e9, 12e9, 5e-6, 2e-5)
+    request = Request(
+        ram=1 << 30,
+        lanes=(LaneSpec("cpu:0", 1), LaneSpec("gpu:0", 1)),
+        context=64,
+        machine=Hardware("this machine", (card,), 40e9, 1e12, 2e-6, 50e9, 32e9, 0.0, 3e9),
+        cards=(1 << 20,),
+    )
+    placement = first_over_cards(catalog, request)
+    plan = card_report(catalog, placement, request, is_emulated=False)
+    assert not plan["emulated"]
+    assert plan["measured"]
+    text = " ".join(text_of(report.plan_report(plan)).split())
+    assert "emulated" not in text
+    assert "assumed speeds" not in text
+    assert "machine this machine strategy" in text
+    assert "prompt " in text
+    assert "beside it come activations and the driver's context" in text
+    there = card_report(catalog, placement, request, is_emulated=True)
+    assert "activations" not in text_of(report.plan_report(there))
 
 
 def test_a_missing_figure_is_a_dash() -> None:

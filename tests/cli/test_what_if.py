@@ -16,6 +16,7 @@ from typer.testing import Result
 from shadowlane.llama_cpp import llama_cpp_flags, number_pattern
 from shadowlane.planner.hybrid import Load, Model, Plan, Site, Work
 from shadowlane.what_if import OURS, what_if
+from shadowlane.what_if_report import _sizes
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "hardware"
 LAPTOP, ONE_CARD, TWO_CARDS = (
@@ -136,6 +137,42 @@ def test_where_things_live_adds_up(planned: dict[str, Any]) -> None:
     held = sum(plan["vram_nbytes"]) + plan["ram_nbytes"] + plan["disk_nbytes"]
     assert held >= planned["weights_nbytes"]
     assert max(plan["vram_nbytes"]) <= 24 * 2**30
+
+
+@pytest.mark.usefixtures("few_tries")
+def test_room_for_what_is_brought_is_part_of_the_budget_and_named() -> None:
+    from shadowlane.shapes import load_hardware, shape_model
+
+    model, machine = shape_model("llama-2-13b"), load_hardware(LAPTOP)
+    plan = what_if(model, machine, gpu_memory=2 << 30, ram=16 << 30)["plan"]
+    ((card,), (stage,)) = plan["vram_nbytes"], plan["stage_nbytes"]
+    brought = sum(kind["brought"] + kind["brought_prefill"] for kind in plan["kinds"].values())
+    assert brought > 0
+    assert 0 < stage < card <= (2 << 30) * (1 + 1e-9)
+    assert plan["disk_nbytes"] > 0
+    assert 0 < plan["ring_nbytes"] < plan["ram_nbytes"] <= (16 << 30) * (1 + 1e-9)
+    sizes = _sizes(plan)
+    assert sizes.startswith("card 0 2.00 GiB (244.1 MiB of it for what is brought), RAM 16.0 GiB (")
+    assert " of it to read ahead), only on disk" in sizes
+
+
+@pytest.mark.usefixtures("few_tries")
+def test_what_small_matrices_lose_on_our_lanes_is_told_where_it_counts(
+    shadowlane_command: Command, tmp_path: Path
+) -> None:
+    """A plan of the same model by `--groups` has them, as `run` has."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path)
+    small = shadowlane_command("plan", path, "--hardware", LAPTOP)
+    said = " ".join(small.stdout.split())
+    assert "one of 1.5 MB reaches half of a rate" in said
+    told = re.search(r"half of a rate: ([\d.e+]+) tok/s with this plan", said)
+    assert told is not None
+    row = re.search(rf"{OURS} +([\d.e+]+) ", small.stdout)
+    assert row is not None
+    assert float(told[1]) < 0.95 * float(row[1])
+    large = shadowlane_command("plan", "llama-2-13b", "--hardware", LAPTOP)
+    assert "half of a rate" not in large.stdout
 
 
 @pytest.mark.usefixtures("few_tries")

@@ -232,6 +232,22 @@ def test_with_room_for_all_a_plan_is_kept_to_half_a_piece(question: Asked) -> No
         assert abs(nbytes) <= pieces[kind] / 2 + 1e-3
 
 
+@pytest.mark.parametrize("mib", [3, 5, 7.5, 10, 14])
+def test_a_budget_that_a_plan_fills_is_kept_without_a_word(mib: float) -> None:
+    """Of our own plans nothing is left over but what whole blocks come to."""
+    catalog = llama_catalog(layers=6, tile_rows=32)
+    budget = round(mib * 2**20)
+    question = question_of(catalog, replace(FAST, vram_nbytes=float(budget)), cards_route=True)
+    plan = search(question).plan
+    request = Request(ram=PLENTY, lanes=lanes(1), context=128)
+    placement = place_on_cards(catalog, plan, request, question)
+    assert placement.cards[0].total_nbytes <= budget
+    assert not any("do not fit" in note for note in placement.notes)
+    # ... and it is as fast as was promised
+    promised_s = question.times(plan).step_s
+    assert placement.predicted_step_s == pytest.approx(promised_s, rel=0.03)
+
+
 @few
 @given(asked())
 def test_what_does_not_fit_names_a_sum_that_is_too_large(question: Asked) -> None:
@@ -461,6 +477,9 @@ def test_layouts_that_are_none_or_do_not_fit_are_refused() -> None:
         plan_by_hand(ONE, "row-split")
     with pytest.raises(TooLarge, match=r"^cpu-moe needs a mixture of experts; this model is"):
         plan_by_hand(ONE, "cpu-moe")
+    for layers in (0, 3, 99):  # as --cpu-moe and --n-cpu-moe ask for it
+        with pytest.raises(TooLarge, match=r"^cpu-moe needs a mixture of experts"):
+            plan_by_hand(ONE, "cpu-moe", layers)
     none = replace(ONE, machine=replace(ONE.machine, cards=()))
     with pytest.raises(TooLarge, match=r"^attention-gpu needs a card; .* has none$"):
         plan_by_hand(none, "attention-gpu")

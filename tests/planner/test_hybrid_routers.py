@@ -73,13 +73,16 @@ def test_cards_that_cannot_route_have_no_routers() -> None:
 
 
 def test_a_layer_on_one_card_crosses_nothing() -> None:
-    """The same step as of a layout that knows no processor between router and experts."""
+    """The same step as of a layout that knows no processor between router and experts.
+
+    Ours counts whole pages.
+    """
     ours, theirs = asked(), Question(model_of(CATALOG, "mixture"), TWO, WORK)
     split = layer_split(ours, num_layers(ours.model))
     other = layer_split(theirs, num_layers(theirs.model))
     assert split is not None
     assert other is not None
-    assert ours.times(split).step_s == pytest.approx(theirs.times(other).step_s)
+    assert ours.times(split).step_s == pytest.approx(theirs.times(other).step_s, rel=0.01)
     before = asked(cards_route=False)
     joined = layer_split(before, num_layers(before.model))
     assert joined is not None

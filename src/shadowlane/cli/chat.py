@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shadowlane.cli import options
 from shadowlane.cli.bars import LaneBars
 from shadowlane.cli.errors import exit_code, report_error
-from shadowlane.cli.naming import typed_note
+from shadowlane.cli.notes import say_notes
 from shadowlane.cli.stages import Stages
 from shadowlane.cli.summary import show_new_decisions, show_summary
 from shadowlane.models import DEFAULT_MODEL, resolve_model
@@ -88,8 +88,7 @@ def chat(
             stages.stop()
             if not llm.has_chat_template:
                 raise ValueError(f"chat needs a model with a chat template; {model} has none")
-            for note in llm.plan["notes"]:
-                print(f"note: {typed_note(note)}", file=sys.stderr)
+            say_notes(llm.plan["notes"])
             has_answered = _talk(llm, params, explain, engine.is_emulated)
             if engine.is_emulated and has_answered:
                 show_summary(llm.stats())

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from shadowlane.cli.notes import say
 
 PREFIX = "SHADOWLANE_"
 #: Read without typer: the cache's folder, tracebacks, how bytes are multiplied, texts that stop.
@@ -46,7 +47,7 @@ def warn_of_unknown(names: Iterable[str], known: Iterable[str]) -> None:
         if name.startswith(PREFIX) and end not in ends:
             near = difflib.get_close_matches(end, ends, n=1)
             hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
-            print(f"note: {name} is no variable of shadowlane{hint}", file=sys.stderr)
+            say(f"note: {name} is no variable of shadowlane{hint}")
 
 
 def is_debugging() -> bool:

@@ -12,6 +12,7 @@ import typer
 
 from shadowlane.arguments import DTYPES, KV_NAMES, PACK_NAMES, named_pins
 from shadowlane.card_budget import check_card_budget
+from shadowlane.cli.notes import say
 from shadowlane.emulate import STRATEGIES
 from shadowlane.engine_arguments import EngineArguments
 from shadowlane.models import DEFAULT_MODEL, KNOWN
@@ -111,8 +112,9 @@ GpuMemory = Annotated[
     option(
         "--gpu-memory",
         metavar="SIZE",
-        help="Most memory of each card to use, or one size for each: 6GiB,4GiB; auto: what is "
-        "free, less a headroom. Without --hardware these are the cards that are here.",
+        help="Most memory of each card for weights, KV cache and what is brought, or one size for "
+        "each: 6GiB,4GiB; auto: what is free, less a headroom. Without --hardware these are the "
+        "cards that are here, on which activations and the driver's context come beside it.",
         rich_help_panel=_MEMORY,
     ),
 ]
@@ -469,9 +471,6 @@ def sampling_params(max_tokens: int, stop: list[str] | None, **given: Any) -> Sa
         if name in chosen
     ]
     if params.is_greedy and idle:
-        say = "has" if len(idle) == 1 else "have"
-        typer.echo(
-            f"note: {', '.join(idle)} {say} no effect at temperature 0; add --temp 0.8, say",
-            err=True,
-        )
+        verb = "has" if len(idle) == 1 else "have"
+        say(f"note: {', '.join(idle)} {verb} no effect at temperature 0; add --temp 0.8, say")
     return params

@@ -10,6 +10,7 @@ import typer
 
 from shadowlane.arguments import PACK_NAMES
 from shadowlane.cli import options
+from shadowlane.cli.notes import say_notes
 from shadowlane.cli.perplexity import of_model, read_text
 from shadowlane.cli.stages import Stages
 from shadowlane.models import resolve_model
@@ -77,8 +78,7 @@ def pack(
         if sample is not None:
             check_text(path, sample, WINDOW_TOKENS)
         made = write_packed(path, cast("PackLayout", weights), out, stages)
-    for note in made.notes:
-        typer.echo(f"note: {note}", err=True)
+    say_notes(made.notes)
     print(
         f"{made.path}: {format_size(made.nbytes)} of {weights}, from "
         f"{format_size(made.source_nbytes)} of weights",

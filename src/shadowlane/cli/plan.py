@@ -11,7 +11,7 @@ import typer
 
 from shadowlane.arguments import named_pins
 from shadowlane.cli import options
-from shadowlane.cli.naming import typed_note
+from shadowlane.cli.notes import say_notes
 from shadowlane.cli.stages import Stages
 from shadowlane.models import DEFAULT_MODEL, resolve_model
 from shadowlane.ops.errors import ModelError
@@ -111,7 +111,7 @@ def plan(
     engine = options.EngineOptions.of(locals())
     with Stages() as stages:
         path = resolve_model(model, stages)
-        stages("planning")
+        stages("reading the model")
         from shadowlane.llm import plan_model
 
         planned = plan_model(path, progress=stages, **engine.given)
@@ -122,8 +122,7 @@ def plan(
 
     from shadowlane import report
 
-    for note in planned.get("notes", ()):
-        typer.echo(f"note: {typed_note(note)}", err=True)
+    say_notes(planned.get("notes", ()))
     Console(highlight=False).print(report.plan_report(planned, groups))
 
 

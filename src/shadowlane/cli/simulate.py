@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shadowlane.cli import options
-from shadowlane.cli.naming import typed_note
+from shadowlane.cli.notes import say_notes
 from shadowlane.cli.stages import Stages
 from shadowlane.sizes import format_size, parse_size
 
@@ -168,8 +168,7 @@ def simulate(
             recall=look_ahead,
             progress=lambda _name, part: stages("replaying", part),
         )
-    for note in _notes(trace, ranking, run, is_budget=ram is not None):
-        typer.echo(f"note: {typed_note(note)}", err=True)
+    say_notes(_notes(trace, ranking, run, is_budget=ram is not None))
     if json_output:
         print(json.dumps(_object(trace, ranking, speeds, routing, placement)))
         return

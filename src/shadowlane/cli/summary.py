@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import typer
-
-from shadowlane.cli.naming import typed_note
+from shadowlane.cli.notes import say, say_notes
 
 
 def show_decisions(stats: dict[str, object]) -> None:
     """What the planner decided while the answer was written, and what came of it."""
     decisions = list(stats.get("decisions") or ())  # type: ignore[call-overload]
     if not decisions:
-        typer.echo("the plan was never changed: nothing promised enough", err=True)
+        say("the plan was never changed: nothing promised enough")
     for number, text in enumerate(decisions, 1):
-        typer.echo(f"{number}. {text}", err=True)
+        say(f"{number}. {text}")
 
 
 def show_new_decisions(stats: dict[str, object], told: list[str]) -> list[str]:
@@ -22,7 +20,7 @@ def show_new_decisions(stats: dict[str, object], told: list[str]) -> list[str]:
     is_grown = decisions[: len(told)] == told  # the engine keeps the newest alone
     for number, text in enumerate(decisions, 1):
         if not is_grown or number > len(told):
-            typer.echo(f"{number}. {text}", err=True)
+            say(f"{number}. {text}")
     return decisions
 
 
@@ -34,6 +32,5 @@ def show_summary(stats: dict[str, object]) -> None:
 
     console = Console(stderr=True, highlight=False)
     console.print()
-    for note in stats.get("notes") or ():  # type: ignore[attr-defined]
-        typer.echo(f"note: {typed_note(note)}", err=True)
+    say_notes(stats.get("notes") or ())  # type: ignore[arg-type]
     console.print(report.summary(stats))
