@@ -36,7 +36,13 @@ ROOM = 4096
 CONTEXTS = (512, 3968)
 PROMPTS = (512, 2048, 8192, 32768)
 STREAM = "layer-stream"
-TUNED_MIXTURE = ("layer-split", "layer-split, KV in RAM", "cpu-moe")
+TUNED_MIXTURE = (
+    "layer-split",
+    "layer-split, KV in RAM",
+    "cpu-moe",
+    "cpu-moe, KV in RAM",
+    "layer-split + cpu-moe",
+)
 CHANCE = 0.005  # two layouts that differ by no more are as fast
 NEAR = 2.0  # streaming and computing are near each other within this factor
 

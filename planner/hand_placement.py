@@ -18,6 +18,7 @@ from shadowlane.planner.hybrid_layouts import (
     layer_stream,
     num_layers,
     settle,
+    split_moe,
 )
 from shadowlane.planner.placement import Placement, Request
 
@@ -28,6 +29,8 @@ OF_LAYERS: Mapping[str, Callable[[Question, int], Plan | None]] = {
     "row-split": lambda question, layers: layer_split(question, layers, across=True),
     "layer-stream": layer_stream,
     "cpu-moe": cpu_moe,
+    "cpu-moe, KV in RAM": lambda question, layers: cpu_moe(question, layers, kv=False),
+    "layer-split + cpu-moe": split_moe,
 }
 OF_ONE: Mapping[str, Callable[[Question], Plan | None]] = {
     "cpu": lambda question: settle(
@@ -89,6 +92,6 @@ def _missing_for(question: Question, strategy: str) -> str | None:
         return f"a card; {question.machine.name} has none"
     if strategy == "row-split" and cards == 1:
         return f"several cards; {question.machine.name} has 1"
-    if strategy == "cpu-moe" and not any(load.experts for load in question.model.loads):
+    if "cpu-moe" in strategy and not any(load.experts for load in question.model.loads):
         return "a mixture of experts; this model is none"
     return None

@@ -343,14 +343,44 @@ def layer_split(
     return _whole(question, name, wanted, across=across)
 
 
-def cpu_moe(question: Question, layers: int) -> Plan | None:
-    """Everything on cards but the experts of the first `layers` layers. None: it does not fit."""
-    wanted = [
+def cpu_moe(question: Question, layers: int, *, kv: bool = True) -> Plan | None:
+    """Everything on cards but the experts of the first `layers` layers. None: it does not fit.
+
+    kv: whether keys, values and attention are there, too.
+    """
+    name = f"cpu-moe {layers}{'' if kv else ', KV in RAM'}"
+    return _whole(
+        question, name, _but_experts(question.model, num_layers(question.model), layers, kv)
+    )
+
+
+def split_moe(question: Question, layers: int) -> Plan | None:
+    """As `layer_split`, but for the experts of as many of these layers as have to stay in RAM.
+
+    None: the rest does not fit either.
+    """
+    model = question.model
+
+    def plan_of(off: int) -> Plan | None:
+        name = f"layer-split {layers} + cpu-moe {off}"
+        return _whole(question, name, _but_experts(model, layers, off))
+
+    if plan_of(layers) is None:
+        return None
+    return plan_of(_end(cache(plan_of), layers, -1))
+
+
+def _but_experts(model: Model, layers: int, off: int, kv: bool = True) -> list[int]:
+    """The loads of the first `layers` layers without the experts of the first `off`."""
+    return [
         index
-        for index, load in enumerate(question.model.loads)
-        if not load.experts or (load.layer or 0) >= layers
+        for index, (load, is_within) in enumerate(
+            zip(model.loads, _within(model, layers), strict=True)
+        )
+        if is_within
+        and (not load.experts or (load.layer or 0) >= off)
+        and (kv or load.kind != "attn")
     ]
-    return _whole(question, f"cpu-moe {layers}", wanted)
 
 
 def attention_gpu(question: Question) -> Plan | None:
@@ -436,6 +466,8 @@ def by_hand(question: Question) -> dict[str, Answer]:
         kinds["attention-gpu"] = (lambda _: attention_gpu(question), 0)
         if any(load.experts for load in model.loads):
             kinds["cpu-moe"] = (lambda n: cpu_moe(question, n), layers)
+            kinds["cpu-moe, KV in RAM"] = (lambda n: cpu_moe(question, n, kv=False), layers)
+            kinds["layer-split + cpu-moe"] = (lambda n: split_moe(question, n), layers)
     has_prompts = any(work.phase == "prefill" for work in question.works)
     found: dict[str, Answer] = {}
     for name, (plan_of, most) in kinds.items():

@@ -141,7 +141,7 @@ def _round(
 
 def why_not(strategy: str, model: Model, machine: Hardware) -> str | None:
     """What a layout by hand lacks to be one here, whether it fits or not."""
-    if strategy == "cpu-moe" and not any(load.experts for load in model.loads):
+    if "cpu-moe" in strategy and not any(load.experts for load in model.loads):
         return f"a mixture of experts; {model.name} is none"
     if strategy == "row-split" and len(machine.cards) < 2:
         return f"several cards; {machine.name} has {len(machine.cards)}"

@@ -24,6 +24,7 @@ from shadowlane.planner.hybrid_layouts import (
     cpu_moe,
     layer_split,
     pack,
+    split_moe,
 )
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_synthetic import CARD, MACHINE, dense
@@ -98,6 +99,29 @@ def test_cpu_moe_leaves_only_experts() -> None:
     plan = cpu_moe(Question(model(dense("0.gate_up", 1e8), *experts), MACHINE), 2)
     assert plan is not None
     assert [site.vram for site in plan.sites] == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_layers_and_experts_are_tuned_together() -> None:
+    """Of so many layers on the card, as few leave their experts in RAM as there is room for."""
+    loads: list[Load] = []
+    for layer in range(4):
+        loads.append(Load(f"{layer}.qkv", "qkv", layer, 1e9, 1e9))
+        loads.append(Load(f"{layer}.attn", "attn", layer, 0.0, 1e6, kv_nbytes_per_token=1e4))
+        loads.append(Load(f"{layer}.experts", "experts", layer, 1e8, 1e8, experts=16, top_k=2))
+    question = Question(model(*loads), MACHINE, Work())
+    plan = split_moe(question, 3)  # 3 GB, and room for the experts of two layers of 1.6
+    assert plan is not None
+    assert plan.name == "layer-split 3 + cpu-moe 1"
+    on_cards = [load.name for load, s in zip(loads, plan.sites, strict=True) if s.vram]
+    assert on_cards == [load.name for load in loads[:9] if load.name != "0.experts"]
+    tiny = replace(MACHINE, cards=(replace(CARD, vram_nbytes=1e9),))
+    assert split_moe(replace(question, machine=tiny), 3) is None
+    found = by_hand(question)
+    assert found["layer-split + cpu-moe"].times.step_s <= found["cpu-moe"].times.step_s
+    in_ram = cpu_moe(question, 2, kv=False)
+    assert in_ram is not None
+    sites = zip(loads, in_ram.sites, strict=True)
+    assert all(site.vram == 0.0 for load, site in sites if load.kind == "attn")
 
 
 def test_what_layouts_by_hand_leave_in_ram_is_brought_for_prompts() -> None:

@@ -175,13 +175,13 @@ def _all() -> tuple[str, ...]:
 
 
 def _strategies(given: str) -> tuple[str, ...]:
-    """Names with commas between, of which one has a comma itself; (): all. Raises ValueError."""
+    """Names with commas between, of which some have one themselves; (): all. Raises ValueError."""
     if given.strip() == "all":
         return ()
     names: list[str] = []
     for each in (part.strip() for part in given.split(",")):
-        if each == "KV in RAM" and names and names[-1] == "layer-split":
-            names[-1] = "layer-split, KV in RAM"
+        if each == "KV in RAM" and names and f"{names[-1]}, {each}" in _all():
+            names[-1] += f", {each}"
         else:
             names.append(each)
     known = _all()
