@@ -118,7 +118,7 @@ def test_layers_and_experts_are_tuned_together() -> None:
     assert split_moe(replace(question, machine=tiny), 3) is None
     found = by_hand(question)
     assert found["layer-split + cpu-moe"].times.step_s <= found["cpu-moe"].times.step_s
-    in_ram = cpu_moe(question, 2, kv=False)
+    in_ram = cpu_moe(question, 3, kv=False)
     assert in_ram is not None
     sites = zip(loads, in_ram.sites, strict=True)
     assert all(site.vram == 0.0 for load, site in sites if load.kind == "attn")
