@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from card_layouts import needs_interpreter
+from card_layouts import interpret_few_programs, needs_interpreter
 from card_model import CHUNKS, CardModel, CardRun, assert_close, load_model, logits
 from mixture_files import write_mixture_gguf
 from plain_forward import PlainForward, load_experts, load_weights
@@ -29,6 +29,11 @@ FEW = [3, 1, 1]  # the interpreter takes its time
 # of logits that are about 4 at most: weights are the same, activations round before each product
 TOLERANCE_OF = {"bfloat16": 0.25, "float16": 0.03}
 TOKENS = tiny_tokens(sum(CHUNKS))
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_few_programs(monkeypatch)
 
 
 def plain_logits(model: CardModel, tokens: list[int], chunks: list[int]) -> np.ndarray:
