@@ -25,6 +25,7 @@ def _no_arena_stays_mapped(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     before, failed = mapped_arenas(), request.session.testsfailed
     yield
+    request.node.funcargs.clear()  # what other fixtures made, which is over
     if mapped_arenas() > before:
         gc.collect()
         is_shown = request.session.testsfailed > failed  # a failure that is shown keeps its frames
