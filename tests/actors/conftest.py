@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from inprocess import small_blocks
 from tiny import write_tiny_model
+
+
+def mapped_arenas() -> int:
+    with open("/proc/self/maps", errors="replace") as ranges:
+        return sum("/memfd:shadowlane" in each for each in ranges)
+
+
+@pytest.fixture(autouse=True)
+def _no_arena_stays_mapped(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test has mapped goes with it.
+
+    An error that somebody keeps holds all that it came through, itself too: only the collector of
+    cycles ends that. Without errors nothing is left, and nothing is collected here.
+    """
+    before, failed = mapped_arenas(), request.session.testsfailed
+    yield
+    request.node.funcargs.clear()  # what other fixtures made, which is over
+    if mapped_arenas() > before:
+        gc.collect()
+        is_shown = request.session.testsfailed > failed  # a failure that is shown keeps its frames
+        assert is_shown or mapped_arenas() <= before, "somebody keeps an arena"
 
 
 @pytest.fixture(scope="module")

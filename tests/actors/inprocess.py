@@ -6,6 +6,7 @@ where a test says so, the planner is one that publishes the placements it is tol
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,9 +33,12 @@ from shadowlane.planner.search import UNDIVIDED, place
 
 PATIENCE_S = 60.0  # only a hang takes as long, also on a machine that other work keeps busy
 AMPLE = 1 << 28
-ONE_THREAD = ((0,),)
-TWO_THREADS = ((0, 1),)
-TWO_LANES = ((0,), (1,))
+# Threads are pinned: test runners side by side (of pytest-xdist) each begin with a core of its own.
+RUNNER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+FIRST, SECOND = (0, 1) if RUNNER % 2 == 0 else (1, 0)
+ONE_THREAD = ((FIRST,),)
+TWO_THREADS = ((FIRST, SECOND),)
+TWO_LANES = ((FIRST,), (SECOND,))
 
 
 @contextmanager

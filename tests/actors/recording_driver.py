@@ -23,7 +23,8 @@ from recording_memory import CARD, MAPPED, RecordingMemory
 
 from shadowlane.actors.cuda.driver import CudaError, Direction
 
-LOOK_S = 20e-6
+LOOK_S = 20e-6  # between two looks at a counter: more each time, since looking takes from others
+MOST_LOOK_S = 500e-6
 HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -40,6 +41,7 @@ class Call:
 class Stream:
     """One stream and its thread."""
 
+    given: threading.Condition  # there is something to do, or it closes
     todo: deque[Call] = field(default_factory=deque)
     is_busy: bool = False
     holds: tuple[int, int] | None = None  # the counter and value that it waits for
@@ -124,6 +126,7 @@ class RecordingDriver(RecordingMemory):
             for stream in streams:
                 stream.is_closing = True
                 stream.todo.clear()
+                stream.given.notify_all()
             self._lock.notify_all()
         for stream in streams:
             assert stream.thread is not None
@@ -145,7 +148,7 @@ class RecordingDriver(RecordingMemory):
     def create_stream(self) -> int:
         self._record("create_stream")
         number = self._number()
-        stream = self._streams[number] = Stream()
+        stream = self._streams[number] = Stream(threading.Condition(self._mutex))
         stream.thread = threading.Thread(target=self._work, args=(number, stream), daemon=True)
         stream.thread.start()
         return number
@@ -153,7 +156,9 @@ class RecordingDriver(RecordingMemory):
     def destroy_stream(self, stream: int) -> None:
         self._record("destroy_stream", stream)
         with self._lock:
-            self._streams.pop(stream).is_closing = True
+            state = self._streams.pop(stream)
+            state.is_closing = True
+            state.given.notify_all()
             self._lock.notify_all()
 
     def is_stream_idle(self, stream: int) -> bool:
@@ -197,9 +202,11 @@ class RecordingDriver(RecordingMemory):
         state = self._streams[stream]
 
         def hold() -> None:
+            look_s = LOOK_S
             while not self._has_reached(word, value) and not state.is_closing:
                 state.holds = (address & ~MAPPED, value)
-                time.sleep(LOOK_S)
+                time.sleep(look_s)
+                look_s = min(look_s + LOOK_S, MOST_LOOK_S)
             state.holds = None
 
         self._give(stream, Call("wait_value", (address, value), hold))
@@ -328,14 +335,14 @@ class RecordingDriver(RecordingMemory):
                 return
             self._lock.wait_for(lambda: len(state.todo) < self.most_pending)
             state.todo.append(call)
-            self._lock.notify_all()
+            state.given.notify_all()
 
     def _work(self, number: int, stream: Stream) -> None:
         while True:
             with self._lock:
                 stream.is_busy = False
                 self._lock.notify_all()
-                self._lock.wait_for(lambda: stream.todo or stream.is_closing)
+                stream.given.wait_for(lambda: stream.todo or stream.is_closing)
                 if not stream.todo:
                     return
                 call = stream.todo.popleft()

@@ -65,7 +65,8 @@ class RecordingMemory:
             MULTIPROCESSORS: 30,
             HOST_REGISTER_SUPPORTED: 1,
         }
-        self._lock = threading.Condition()
+        self._mutex = threading.RLock()
+        self._lock = threading.Condition(self._mutex)
         self._devices: dict[int, int] = {}  # thread -> ordinal
         self._cards: dict[int, Memory] = {}
         self._imported: set[int] = set()

@@ -12,7 +12,7 @@ import inprocess
 import numpy as np
 import pytest
 import torch
-from card_layouts import needs_interpreter
+from card_layouts import interpret_few_programs, needs_interpreter
 from cards import OPTIONS, cut_points, drawn, machine_with, on_cards
 from fake_card import FakeRuntime, fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running
@@ -106,6 +106,7 @@ def test_experts_that_are_found_on_the_card(
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         tokens = engine.generate(prompt, 6)
     monkeypatch.setattr(FakeRuntime, "uses_triton", True)  # interpreted, which takes its time
+    interpret_few_programs(monkeypatch)
     monkeypatch.setattr(card_lane, "MOST_FEW", (1,))
     asked: list[int] = []
     choice = Activations.choice

@@ -315,6 +315,7 @@ def test_a_failure_in_a_thread_comes_out_at_the_next_call(make_rig: Callable[...
     wait_until(fails)
     with pytest.raises(CudaError, match="cudaErrorLaunchFailure"):
         stream.copy_h2d(rig.card.address, rig.data(0), 8)
+    rig.streams._engine.close()
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Engine:
 
 @pytest.fixture
 def catalog() -> Catalog:
-    return llama_catalog(layers=6, hidden=2048, inner=8192, vocab=32000)
+    return llama_catalog(layers=4, hidden=2048, inner=8192, vocab=32000)
 
 
 def request(catalog: Catalog, part: float = 0.5, **more: object) -> Request:

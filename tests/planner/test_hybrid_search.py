@@ -49,7 +49,7 @@ machines = st.builds(
 def models(draw: st.DrawFn) -> Model:
     loads: list[Load] = []
     has_experts = draw(st.booleans())
-    for layer in range(draw(st.integers(1, 4))):
+    for layer in range(draw(st.integers(1, 3))):
         loads.append(Load(f"{layer}.qkv", "qkv", layer, 5e7, 2e8))
         loads.append(
             Load(f"{layer}.attn", "attn", layer, 0.0, 1e4, draw(st.sampled_from([1e3, 2e4])))

@@ -14,6 +14,13 @@ needs_interpreter = pytest.mark.skipif(
     reason="Triton is absent, or compiles for the card here, where tests/gpu runs its kernels",
 )
 
+
+def interpret_few_programs(patch: pytest.MonkeyPatch) -> None:
+    """Share attention out over few programs, which the interpreter runs one after the other."""
+    if has_triton(torch.device("cpu")):
+        patch.setattr("shadowlane.ops.card.attention_triton.PROGRAMS", 8)
+
+
 # Where the halves that scale a block lie in it.
 _SCALES = {
     "q8_0": (0,),

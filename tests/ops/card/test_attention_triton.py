@@ -10,14 +10,21 @@ pytestmark = needs_interpreter
 triton_kernels = pytest.importorskip("shadowlane.ops.card.attention_triton", reason="needs triton")
 
 
-@pytest.mark.parametrize("heads", [1, 2])
+# the fewer programs, the more tokens one after the other: 16 splits, and 4 of three tiles each
+@pytest.mark.parametrize(("heads", "programs"), [(1, 256), (2, 32)])
 @pytest.mark.parametrize("dim", [24, 64])
 @pytest.mark.parametrize("window", [None, 9, 100])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_each_row_sees_its_own_tokens(
-    heads: int, dim: int, window: int | None, has_sinks: bool
+    heads: int,
+    programs: int,
+    dim: int,
+    window: int | None,
+    has_sinks: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of three sequences, two of them of one; a first token, full pages, many splits."""
+    monkeypatch.setattr(triton_kernels, "PROGRAMS", programs)
     generator = torch.Generator().manual_seed(dim)
 
     def randn(*shape: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from card_layouts import needs_interpreter
+from card_layouts import interpret_few_programs, needs_interpreter
 from card_model import CHUNKS, CardModel, CardRun, assert_close, load_model, logits
 from mixture_files import write_mixture_gguf
 from plain_forward import PlainForward, load_experts, load_weights
@@ -25,10 +25,18 @@ from shadowlane.ops.pack_model import pack_model
 CASES = {**FAMILIES, **MIXTURES}
 FLOAT32 = [name for name, options in CASES.items() if "dtype" not in options]
 SHORT = [name for name, options in CASES.items() if "dtype" in options]
-FEW = [3, 1, 1]  # the interpreter takes its time
+# The interpreter takes its time: one layer, few words, few tokens.
+SMALL = {"num_hidden_layers": 1, "vocab_size": 64}
+FEW = [3, 1, 1]
 # of logits that are about 4 at most: weights are the same, activations round before each product
 TOLERANCE_OF = {"bfloat16": 0.25, "float16": 0.03}
 TOKENS = tiny_tokens(sum(CHUNKS))
+SMALL_TOKENS = tiny_tokens(sum(FEW), SMALL["vocab_size"])
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_few_programs(monkeypatch)
 
 
 def plain_logits(model: CardModel, tokens: list[int], chunks: list[int]) -> np.ndarray:
@@ -82,12 +90,12 @@ def test_packed_weights_of_a_gguf(
 ) -> None:
     """Rotary pairs are neighbours in some of these; embeddings and the head are packed too."""
     path = tmp_path / "packed.gguf"
-    layers, chunks = (1, FEW) if uses_triton else (3, CHUNKS)
-    source = open_model(tiny_model(family, hidden_size=96, num_hidden_layers=layers))
+    size, tokens, chunks = (SMALL, SMALL_TOKENS, FEW) if uses_triton else ({}, TOKENS, CHUNKS)
+    source = open_model(tiny_model(family, hidden_size=96, **size))
     pack_model(source, "q8_0", path, tmp_path, lambda done: None)
     model = load_model(path)
     run = CardRun(model, "float32", 2, uses_triton=uses_triton)
-    assert_close(logits(run, TOKENS, chunks), plain_logits(model, TOKENS, chunks), 2e-4)
+    assert_close(logits(run, tokens, chunks), plain_logits(model, tokens, chunks), 2e-4)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +115,12 @@ def test_packed_experts_of_a_gguf(
 ) -> None:
     """Each of two cards has every other expert; in place: found by a table on the device."""
     path = tmp_path / "mixture.gguf"
-    layers, chunks = (1, FEW) if in_place else (3, CHUNKS)
-    source = tiny_model(family, num_hidden_layers=layers)
+    size, tokens, chunks = (SMALL, SMALL_TOKENS, FEW) if in_place else ({}, TOKENS, CHUNKS)
+    source = tiny_model(family, **size)
     write_mixture_gguf(source, path, kind=gguf.GGMLQuantizationType[kind])
     model = load_model(path)
     run = CardRun(model, "float32", 2, uses_triton=in_place, in_place_experts=in_place)
-    assert_close(logits(run, TOKENS, chunks), plain_logits(model, TOKENS, chunks), 2e-4)
+    assert_close(logits(run, tokens, chunks), plain_logits(model, tokens, chunks), 2e-4)
 
 
 @pytest.mark.parametrize(
