@@ -35,6 +35,7 @@ class ShadowSettings:
     window: int = 5  # steps whose median counts
     min_steps_between: int = 5  # two thoughts
     gain: float = 0.03  # what a new plan must promise over the horizon, moves included
+    idle_gain: float = 0.01  # ... for which nothing has to be moved
     tolerance: float = 0.02  # how much slower than its predecessor a new plan may measure
     horizon_steps: int = 200
     patience: float = 2.0  # after a thought without result the next one needs so many more steps
@@ -293,18 +294,24 @@ class HybridShadow:
         self._since_thought = 0
         question = self.question
         staying_s = question.answer(self.plan).seconds
-        asked = max(self._gain, CHANCY_GAIN) if self._bends else self._gain
         for is_near in (True, False):  # what is near is found in a twentieth of the time
             found = replan(question, self.plan) if is_near else search(question)
             if found is None:
                 continue
             needed = moves(question, self.plan, found.plan)
-            if self._gain_of(found.seconds, staying_s, needed) >= asked:
+            if self._gain_of(found.seconds, staying_s, needed) >= self._asked(needed):
                 return self._go(found.plan, why, staying_s, found.seconds, needed)
         self._wait = min(
             self.settings.max_steps_between, round(self._wait * self.settings.patience)
         )
         return []
+
+    def _asked(self, needed: Migration) -> float:
+        """What a plan must promise for which so much has to be moved."""
+        if self._bends:
+            return max(self._gain, CHANCY_GAIN)
+        least = self.settings.gain if needed.nbytes else self.settings.idle_gain
+        return self._gain * least / self.settings.gain
 
     def _gain_of(self, seconds: float, staying_s: float, needed: Migration) -> float:
         """What a plan wins over the horizon, its moves included."""

@@ -196,3 +196,29 @@ def test_what_is_learned_of_the_port_predicts_what_was_measured() -> None:
 def really_on(machine: Hardware, plan: Plan) -> StepMeasured:
     times = Question(MODEL, machine, WORK).times(plan)
     return StepMeasured(times.step_s, times.busy_s)
+
+
+def test_what_moves_nothing_has_to_promise_less() -> None:
+    """A plan that brings too little of its rows is mended, where nothing would be moved for 2 %."""
+    best = search(Question(MODEL, MACHINE, WORK)).plan
+    best_s = Question(MODEL, MACHINE, WORK).times(best).step_s
+    worse = next(
+        plan
+        for part in range(99, 0, -1)
+        if really(plan := bringing(best, part / 100)).seconds >= 1.015 * best_s
+    )
+    assert really(worse).seconds < 1.03 * best_s
+    for idle_gain, moved in ((0.01, True), (0.03, False)):
+        it = HybridShadow(
+            MODEL, MACHINE, WORK, settings=ShadowSettings(idle_gain=idle_gain), plan=worse
+        )
+        said = feed(it, 60)
+        assert any(isinstance(each, Switch) for each in said) == moved
+        assert not any(isinstance(each, Move) for each in said)
+        assert (really(it.plan).seconds < really(worse).seconds) == moved
+
+
+def bringing(plan: Plan, part: float) -> Plan:
+    """The same with less brought."""
+    sites = tuple(replace(site, brought=site.brought * part) for site in plan.sites)
+    return replace(plan, sites=sites)
