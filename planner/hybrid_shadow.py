@@ -2,9 +2,10 @@
 
 It holds what was predicted of each lane against what was measured, and learns how fast the machine
 really is. When that drifts, it first asks what could be won: the best plan for the machine as it is
-now, moves included, against staying. Below 3 % nothing happens. What is to be moved goes over links
-and off the disk in the background while the old plan runs; the new one takes over when all of it
-has arrived, is measured against its predecessor, and undone if it is slower. Only memory that
+now, moves included, against staying. Below 3 % nothing is moved; what moves nothing, and changes
+only what is brought, is worth it from 1 % on. What is to be moved goes over links and off the disk
+in the background while the old plan runs; the new one takes over when all of it has arrived, is
+measured against its predecessor, and undone if it is slower. Only memory that
 another program takes is given back at once: the next step waits for what has to leave.
 
 Pure: `handle(event)` is all there is; time and measurements come inside events.
