@@ -239,7 +239,7 @@ class Engine:
         self.notes = [each for each in self.notes if each not in self._who_copies]
         self._who_copies = self.crew.choose_copiers()
         self.notes.extend(self._who_copies)
-        self.crew.load_cards(tell)
+        self.crew.mover.load_cards(tell)
         answers = self.crew.publish(first)
         self.crew.switch(first, is_first=True)
         self.shadow.first_acknowledged(answers, self.step + 1)
