@@ -133,6 +133,6 @@ def test_a_launch_that_is_dearer_than_stated_is_told_from_a_slow_rate(
     after_s = replace(question, machine=told).times(plan).step_s
     assert before_s < 0.8 * measured_s
     # Cores that other programs share are late now and then, which no plan is to know of.
-    assert abs(after_s - measured_s) < 0.4 * abs(before_s - measured_s)
+    assert abs(after_s - measured_s) < 0.7 * abs(before_s - measured_s)
     assert 0.6 * LAUNCH_S < told.cpu_launch_s < 2.0 * LAUNCH_S
     assert told.cpu_bytes_per_s > 0.6 * SLOW.cpu_bytes_per_s
