@@ -6,11 +6,9 @@ going again when one has failed. Decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +17,6 @@ from shadowlane.actors.arena import Arena, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.card_crew import (
     ChangeOfHeads,
-    answer_of,
     changes_of_heads,
     choose_copier,
     use_process,
@@ -27,10 +24,9 @@ from shadowlane.actors.card_crew import (
 )
 from shadowlane.actors.copy_choice import Choice
 from shadowlane.actors.copy_ring import ring_nbytes
-from shadowlane.actors.expert_moves import ExpertMoves
-from shadowlane.actors.held_heads import CardSizes, Heads, heads_on, page_nbytes
-from shadowlane.actors.homes import Homes
-from shadowlane.actors.hosts import Host, LaneDied, Pending, Remote, Settled
+from shadowlane.actors.held_heads import heads_on, page_nbytes
+from shadowlane.actors.hosts import Host, Pending, Remote, Settled
+from shadowlane.actors.moves import Mover, Moves, Progress
 from shadowlane.actors.recovery import (
     find_failure,
     kill_quietly,
@@ -40,14 +36,12 @@ from shadowlane.actors.recovery import (
 )
 from shadowlane.actors.requests import lanes_of
 from shadowlane.actors.spec import EngineSettings
-from shadowlane.ops.errors import ModelError
 from shadowlane.ops.files import ModelFiles
 from shadowlane.planner.heat import Heat
 from shadowlane.planner.placement import DISK_LANE, Placement
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program, build_programs
 
-Progress = Callable[[str, float | None], None]
 PARCEL_NBYTES = 256 << 20  # of expanded copies, made between two reports of how far it is
 
 
@@ -67,29 +61,6 @@ class Published:
     placement: Placement
     programs: dict[Phase, dict[str, Program]]  # one for both phases where they are alike
     lengths: dict[Phase, tuple[int, ...]]  # instructions of each compute lane in one step
-
-
-@dataclass(slots=True)
-class Taken:
-    """Room taken for blocks that are on their way."""
-
-    homes: Homes[Any]
-    offsets: dict[Any, int]
-
-
-@dataclass(slots=True)
-class Moves:
-    """What is on its way for a placement, in the background."""
-
-    placement: Placement
-    taken: list[Taken] = field(default_factory=list)
-    pending: list[Pending] = field(default_factory=list)
-    later: list[tuple[Remote, dict[int, int]]] = field(default_factory=list)  # per card
-    read: set[int] = field(default_factory=set)  # of these, on their way off the disk
-    parcels: Iterator[tuple[Pending, int]] | None = None  # of what is later, on cards that are here
-    experts: ExpertMoves = field(default_factory=ExpertMoves)
-    why: str | None = None  # it cannot be
-    is_withdrawn: bool = False  # nobody wants it any more
 
 
 class Crew:
@@ -119,14 +90,9 @@ class Crew:
         self.disk_base: int  # the same of blocks read
         self._link_bases: list[int]  # the same of blocks brought to cards
         self._brought: tuple[int, Phase] | None  # placement and phase of the newest step
-        self._arriving: list[Placement]  # what is moved for, and not yet published
         self._opened: list[Pending]  # of lanes that map an arena
         self._choices: dict[int, Choice]  # who copies to each card that is here
-        self._moving: Moves | None  # under way
-        self._held: dict[int, list[int]]  # placement -> experts in RAM that left cards for it
-        # placement -> arena offsets of the experts that it brings: they keep their slots
-        self._sources: dict[int, dict[int, int]]
-        self._landing: Pending | None  # the newest call that uses the landing place
+        self.mover = Mover(self, blueprint)
         self._forget()
         self._heat: Heat | None = None
         self.runs: dict[str, Pending] = {}
@@ -175,12 +141,7 @@ class Crew:
     def open(self, arena: Arena, layout: ArenaLayout) -> list[Pending]:
         """Every lane maps the arena; the compute lanes may still be at it when this returns."""
         self._arena, self._layout = arena, layout
-        sizes = self._blueprint.held_nbytes
-        self.homes: Homes[int] = Homes(layout.weights, layout.weights_nbytes, sizes)
-        of_cards = CardSizes(self._blueprint, layout.num_pages)
-        self.card_homes: list[Homes[int | Heads]] = [
-            Homes(card.weights, card.weights_nbytes, of_cards) for card in layout.cards
-        ]
+        self.mover.open(arena, layout)
         self._copies: set[int] = set(layout.expanded)  # blocks whose expanded copy is there
         return self._open_lanes()
 
@@ -211,9 +172,7 @@ class Crew:
         LaneDied, or what a lane raised while it opened the model.
         """
         self._replace_lost()
-        if self._landing is not None:
-            with suppress(Exception):  # whoever waits for it is told
-                self._landing.result()
+        self.mover.wait_for_landing()
         set_abort(self._arena, self._layout, False)
         settle_counters(self._arena, self._layout, step, self.lane_bases, self._link_bases)
         self._brought = None
@@ -222,14 +181,14 @@ class Crew:
         for each in self._open_lanes():
             each.result()
         self._use_processes()
-        self.load_cards()
+        self.mover.load_cards()
         if self._blueprint.experts is not None:
             self.disk_lane.call("keep_experts", self._heat, self._settings.expert_policy).result()
         # What an older placement alone had in memory is gone, and no step will run under it.
         now = self.placement.placement_id
         self._published = {key: each for key, each in self._published.items() if key >= now}
         for published in list(self._published.values()):
-            self._keep_sources(published.placement)
+            self.mover.keep_sources(published.placement)
             for answer in self.publish(published.placement):
                 answer.pending.result()
         self._start_sweep(self.placement, keeps_ring=False)
@@ -239,7 +198,7 @@ class Crew:
         """Wait until every loop has ended; new processes for lanes that have none any more."""
         lost = wait_until_parked(self.runs)
         self.runs = {}
-        self._forget_holds()
+        self.mover.forget_holds()
         for number, cores in enumerate(self._settings.cores):
             if self.cpus[number].name in lost:
                 kill_quietly([self.cpus[number]])
@@ -277,23 +236,9 @@ class Crew:
         self.disk_base = 0
         self._link_bases = [0] * len(self._settings.cards)
         self._brought = None
-        self._arriving = []
         self._opened = []
-        self._landing = None
         self._choices = {}
-        self._moving, self._held, self._sources = None, {}, {}
-
-    def _forget_holds(self) -> None:
-        """The disk lane begins anew and gives all slots of experts away as it likes.
-
-        So nothing may be on its way to one any more, nor count on one. The abort word ends copies.
-        """
-        self._held, self._sources = {}, {}
-        if self._moving is not None:
-            for each in self._moving.pending:
-                with suppress(Exception):  # told to who waits for it
-                    each.result()
-            self._moving.experts = ExpertMoves()
+        self.mover.forget()
 
     def close(self) -> None:
         """Stop the lanes, those that do not answer as well."""
@@ -313,11 +258,12 @@ class Crew:
         }
         self._published[placement.placement_id] = Published(placement, programs, lengths)
         self.newest_id = max(self.newest_id, placement.placement_id)
-        homes, copies = self.homes_of(placement), self.copies_of(placement)
+        homes, copies = self.mover.homes_of(placement), self.copies_of(placement)
         calls: list[tuple[Remote, tuple[object, ...]]] = []
         for lane in self.cpus:
             calls.append((lane, (self._of_lane(programs, lane), homes, copies)))
-        for lane, part, there in zip(self.cards, placement.cards, self.card_homes, strict=True):
+        there_of = self.mover.card_homes
+        for lane, part, there in zip(self.cards, placement.cards, there_of, strict=True):
             held = {each: there.offsets[each] for each in self._blueprint.on_card(part)}
             if self._settings.are_cards_here:
                 now = heads_on(self._blueprint, self.placement, lane.name)
@@ -325,7 +271,7 @@ class Crew:
                 calls.append((lane, (programs, held, heads)))
             else:
                 calls.append((lane, (self._of_lane(programs, lane), held)))
-        sources = homes | self._sources.get(placement.placement_id, {})
+        sources = self.mover.sources_of(placement)
         for lane in self.links:
             calls.append((lane, (programs, sources)))
         answers = [
@@ -357,8 +303,7 @@ class Crew:
     def retire(self, placement_id: int) -> None:
         """Forget a placement that no step will use again, and what was moved for it alone."""
         self._published.pop(placement_id, None)
-        self._release_experts(placement_id)
-        self._release_sources(placement_id)
+        self.mover.release(placement_id)
         for lane in [*self.computing, *self.links]:
             lane.call("retire", placement_id)
         kept = [each.placement for each in self._published.values()]
@@ -383,37 +328,19 @@ class Crew:
         self._drop_all_but([placement])
         if self._settings.are_cards_here:
             wait_between_steps([self._take_cached(each, pages) for each in changes])
-        for each in [each for each in self._held if each <= placement.placement_id]:
-            self._release_experts(each)
+        self.mover.arrived(placement)
 
-    def _release_experts(self, placement_id: int) -> None:
-        """Those that left cards for a placement may lose their slots as any others."""
-        first = len(self._blueprint.sources)
-        ExpertMoves(first).release(self.disk_lane, self._held.pop(placement_id, []))
+    def start_moving(self, placement: Placement) -> Moves:
+        """Begin to bring what a placement adds; see `Mover.start`."""
+        others = [each.placement for each in self._published.values()]
+        return self.mover.start(placement, self.placement, others)
 
-    def _keep_sources(self, placement: Placement) -> bool:
-        """Let the experts that a placement brings keep their slots. False: some have none."""
-        brought = self._brought_experts(placement)
-        if not brought:
-            return True
-        first = len(self._blueprint.sources)
-        keys = [number - first for number in brought]
-        kept = self.disk_lane.call("keep_experts_in_place", keys).result()
-        if kept:
-            held = {first + key: at for key, at in kept.items()}
-            self._sources[placement.placement_id] = held
-        return bool(kept)
-
-    def _release_sources(self, placement_id: int) -> None:
-        """What a placement brought may lose its slots: no step runs under it any more."""
-        first = len(self._blueprint.sources)
-        numbers = list(self._sources.pop(placement_id, {}))
-        ExpertMoves(first).release(self.disk_lane, numbers)
-
-    def _brought_experts(self, placement: Placement) -> list[int]:
-        """The routed experts that come to cards for prompts, by their numbers."""
-        first = len(self._blueprint.sources)
-        return [n for part in placement.cards for n in part.prefill_sweep if n >= first]
+    def _drop_all_but(self, placements: Sequence[Placement]) -> None:
+        """Give back the homes of blocks that none of these keeps, nor any that is to come."""
+        newest = max(each.placement_id for each in placements)
+        coming = (each.placement for each in self._published.values())
+        later = [each for each in coming if each.placement_id > newest]
+        self.mover.drop_all_but([*placements, *later], self.placement)
 
     def _leave_cached(self, change: ChangeOfHeads, pages: Sequence[int]) -> Pending:
         """Of a card that is emulated, the time of all that moves; its bytes stay."""
@@ -425,7 +352,7 @@ class Crew:
         return self.links[change.card].call("move_cached", nbytes)
 
     def _take_cached(self, change: ChangeOfHeads, pages: Sequence[int]) -> Pending:
-        there = self.card_homes[change.card]
+        there = self.mover.card_homes[change.card]
         heads = {each: there.take([each]).get(each) for each in change.come}
         return self.cards[change.card].call("take_cached", change.left, heads, pages)
 
@@ -442,7 +369,7 @@ class Crew:
             self.lane_bases,
             published.lengths["decode"],
         )
-        homes = self.homes_of(placement)
+        homes = self.mover.homes_of(placement)
         self.disk_lane.call("adopt", sweep, homes, placement.placement_id).result()
         self._leave_to_cards(placement)
 
@@ -482,14 +409,6 @@ class Crew:
 
     # -- blocks
 
-    def homes_of(self, placement: Placement) -> dict[int, int]:
-        """Arena offset of each resident block of a placement."""
-        return {
-            index: self.homes.offsets[index]
-            for index, kept in enumerate(placement.resident)
-            if kept
-        }
-
     def copies_of(self, placement: Placement) -> tuple[int, ...]:
         """Blocks that prefill reads from their expanded copies under a placement.
 
@@ -507,11 +426,13 @@ class Crew:
         """
         self._heat = heat
         self.placement = placement
-        homes = self.homes.take(index for index, kept in enumerate(placement.resident) if kept)
+        homes = self.mover.homes.take(
+            index for index, kept in enumerate(placement.resident) if kept
+        )
         sizes = self._blueprint.held_nbytes
         total = sum(self._blueprint.sources[block].nbytes for block in homes)
         jobs: list[tuple[str, tuple[object, ...]]] = [("load", (homes,))]
-        for part, there in zip(placement.cards, self.card_homes, strict=True):
+        for part, there in zip(placement.cards, self.mover.card_homes, strict=True):
             held = there.take(self._blueprint.on_card(part))
             if self._settings.are_cards_here:
                 there.take(heads_on(self._blueprint, placement, part.lane))
@@ -523,7 +444,7 @@ class Crew:
             self.disk_lane.call("keep_experts", heat, policy).result()
             self._leave_to_cards(placement)
             first = len(self._blueprint.sources)
-            keys = [number - first for number in self._brought_experts(placement)]
+            keys = [number - first for number in self.mover.brought_experts(placement)]
             jobs.append(("load_experts", (keys,)))
             total += placement.expert_slots * self._blueprint.experts.catalog.nbytes
         for method, arguments in jobs:
@@ -536,7 +457,7 @@ class Crew:
                 except TimeoutError:
                     continue
             loading.result()
-        if not self._keep_sources(placement):
+        if not self.mover.keep_sources(placement):
             raise RuntimeError("experts that are brought to cards must have slots in RAM")
         tell("loading weights", 1.0)
 
@@ -557,61 +478,6 @@ class Crew:
         chosen = [n for n, each in self._choices.items() if each.submitter == "process"]
         failed = (use_process(self.cards[number], self.links[number]) for number in chosen)
         return [each for each in failed if each is not None]
-
-    def load_cards(self, tell: Progress | None = None) -> None:
-        """Bring what lives on cards that are here; their lanes must be open, and none running.
-
-        Off the disk a block lands in RAM first, together with as many others as there is room for.
-        """
-        if not self._settings.are_cards_here:
-            return
-        sizes = self._blueprint.held_nbytes
-        wanted: list[dict[int, int]] = [
-            {each: at for each, at in there.offsets.items() if not isinstance(each, Heads)}
-            for there in self.card_homes
-        ]
-        total = sum(sizes[block] for offsets in wanted for block in offsets)
-        done = 0
-        for link, offsets in zip(self.links, wanted, strict=True):
-            for call, nbytes in self._parcels_for(link, offsets):
-                answer_of(call, self.cards)
-                done += nbytes
-                if tell is not None:
-                    tell("loading the cards", done / total)
-
-    def _parcels_for(
-        self, link: Remote, targets: Mapping[int, int]
-    ) -> Iterator[tuple[Pending, int]]:
-        """Bring blocks from where they lie onto a card: calls, and the bytes that each brings.
-
-        Each must have ended before the next is asked for, since they share the landing place.
-        """
-        sizes = self._blueprint.held_nbytes
-        for parcel in self._landings(sorted(targets)):
-            missing = {block: at for block, at in parcel.items() if block not in self.homes.offsets}
-            if missing:
-                yield self.disk_lane.call("load", missing), 0
-            copies = [(block, at, targets[block]) for block, at in parcel.items()]
-            yield link.call("move", copies), sum(sizes[block] for block in parcel)
-
-    def _landings(self, blocks: Iterable[int]) -> Iterator[dict[int, int]]:
-        """Blocks with the arena offsets they are copied from: at home, or in the landing place."""
-        start, end = self._layout.landing, self._layout.landing + self._layout.landing_nbytes
-        sizes = self._blueprint.held_nbytes
-        parcel: dict[int, int] = {}
-        at = start
-        for block in blocks:
-            if block in self.homes.offsets:
-                parcel[block] = self.homes.offsets[block]
-                continue
-            nbytes = sizes[block]
-            if at + nbytes > end:
-                yield parcel
-                parcel, at = {}, start
-            parcel[block] = at
-            at += nbytes
-        if parcel:
-            yield parcel
 
     def expand_first(self, placement: Placement, tell: Progress) -> None:
         """Make the expanded copies of a placement that is published; before any step runs."""
@@ -645,215 +511,7 @@ class Crew:
     def _copy_nbytes(self, block: int) -> int:
         return self._blueprint.catalog.blocks[block].expanded_nbytes
 
-    def start_moving(self, placement: Placement) -> Moves:
-        """Begin to bring what a placement adds into RAM and onto cards, beside what is there.
-
-        Steps go on meanwhile. The rings stay as they were laid out, so a placement that wants
-        another is refused.
-        """
-        why = self._misfit(placement)
-        if why is not None:
-            return Moves(placement, why=why)
-        new = [block for block, kept in enumerate(placement.resident) if kept]
-        taken = self.homes.take(new)
-        moves = Moves(placement, [Taken(self.homes, taken)])
-        if not taken and not self.homes.offsets.keys() >= set(new):
-            moves.why = "no room to move blocks before old copies are dropped"
-        for part, there in zip(placement.cards, self.card_homes, strict=True):
-            wanted = self._blueprint.on_card(part)
-            held = there.take(wanted)
-            moves.taken.append(Taken(there, held))
-            if not held and not there.offsets.keys() >= set(wanted):
-                moves.why = f"no room on {part.lane} before old copies are dropped"
-        if moves.why is not None:
-            self.abandon(moves)
-            return moves
-        self._arriving.append(placement)
-        self._moving = moves
-        try:
-            self._exchange_experts(moves)
-        except LaneDied:
-            self.abandon(moves)
-            raise
-        if taken:
-            moves.pending.append(self.disk_lane.call("load", taken))
-        for link, each in zip(self.links, moves.taken[1:], strict=True):
-            if each.offsets:
-                moves.later.append((link, each.offsets))
-                if not self._settings.are_cards_here:
-                    self._read_for_cards(moves, each.offsets)
-        return moves
-
-    def go_on_moving(self, moves: Moves) -> bool:
-        """Whether all has arrived. What goes to cards follows once it is in RAM.
-
-        Raises LaneDied; then nothing is on its way any more, and all of it has to be moved anew.
-        """
-        if moves.why is not None:
-            return True
-        if moves.is_withdrawn:
-            moves.later = []
-        try:
-            while moves.pending or moves.later:
-                if not moves.pending:
-                    self._move_to_cards(moves)
-                elif not moves.pending[0].is_done():
-                    return False
-                else:
-                    moves.pending.pop(0).result()
-            if not moves.is_withdrawn:
-                kept = moves.experts.settle(self.disk_lane, is_there=True)
-                self._held[moves.placement.placement_id] = kept
-                if not self._keep_sources(moves.placement):
-                    moves.why = "experts that are to be brought to cards have no slots in RAM"
-                    self._release_experts(moves.placement.placement_id)
-        except LaneDied:
-            self.abandon(moves)
-            raise
-        except (ModelError, ValueError, OSError) as error:
-            moves.why = str(error)
-            self.abandon(moves)
-        else:
-            if moves.is_withdrawn or moves.why is not None:  # now that nothing writes there
-                self.abandon(moves)
-            else:
-                self._arriving.remove(moves.placement)
-                self._moving = None
-        return True
-
-    def _read_for_cards(self, moves: Moves, offsets: Mapping[int, int]) -> bool:
-        """Begin to read what cards want and RAM has at no home of its own. Whether there is any.
-
-        NOTE: slots of experts are no homes: what is there may have to go at any moment, unless it
-        is held.
-        """
-        there = {*self.homes.offsets, *moves.experts.held, *moves.read}
-        read = {number: at for number, at in offsets.items() if number not in there}
-        if read:
-            moves.read.update(read)
-            moves.pending.append(self.disk_lane.call("load", read))
-        return bool(read)
-
-    def _move_to_cards(self, moves: Moves) -> None:
-        """Out of RAM where a block is there; else off the disk, and then the time of its copy."""
-        if self._settings.are_cards_here:
-            if moves.parcels is None:
-                moves.parcels = chain.from_iterable(
-                    self._parcels_for(link, offsets) for link, offsets in moves.later
-                )
-            call = next(moves.parcels, None)
-            if call is None:
-                moves.later = []
-            else:
-                moves.pending.append(call[0])
-                self._landing = call[0]
-            return
-        wanted = {number: at for _, offsets in moves.later for number, at in offsets.items()}
-        if self._read_for_cards(moves, wanted):
-            return  # homes have been dropped meanwhile
-        for link, offsets in moves.later:
-            copies = [
-                (number, at if number in moves.read else self._in_ram(moves, number), at)
-                for number, at in offsets.items()
-            ]
-            moves.pending.append(link.call("move", copies))
-        moves.later = []
-
-    def _in_ram(self, moves: Moves, number: int) -> int:
-        return moves.experts.held.get(number) or self.homes.offsets[number]
-
-    def _exchange_experts(self, moves: Moves) -> None:
-        """Begin what `ExpertMoves` says. Raises LaneDied."""
-        if self._settings.are_cards_here or self._blueprint.experts is None:
-            return
-        first = len(self._blueprint.sources)
-        coming = [number for each in moves.taken[1:] for number in each.offsets if number >= first]
-        after = self._on_cards(moves.placement)
-        # NOTE: nobody may ask for what leaves before it is in RAM, and a placement that is to come
-        # into force before this one would, of what it has on no card.
-        others = [self.placement, *self._arriving, *(p.placement for p in self._published.values())]
-        before = [each for each in others if each.placement_id < moves.placement.placement_id]
-        always = set.intersection(*map(self._on_cards, before))
-        parts = zip(self.links, self.card_homes, self.placement.cards, strict=True)
-        leaving = {
-            number: (link, there.offsets[number])
-            for link, there, part in parts
-            for number in self._blueprint.on_card(part)
-            if number >= first and number in always - after
-        }
-        moves.experts, copies = ExpertMoves.begin(self.disk_lane, first, coming, leaving)
-        moves.pending += copies
-
-    def _on_cards(self, placement: Placement) -> set[int]:
-        return {n for part in placement.cards for n in self._blueprint.on_card(part)}
-
-    def _misfit(self, placement: Placement) -> str | None:
-        if placement.sweep and placement.num_slots != self._layout.num_slots:
-            return (
-                f"the ring has {self._layout.num_slots} slots, laid out at the start; "
-                f"{placement.num_slots} are wanted"
-            )
-        if placement.expert_slots != self._layout.num_expert_slots:
-            return (
-                f"RAM has {self._layout.num_expert_slots} slots for experts, laid out at the "
-                f"start; {placement.expert_slots} are wanted"
-            )
-        for part, there in zip(placement.cards, self._layout.cards, strict=True):
-            brings = part.decode_sweep or part.prefill_sweep
-            if brings and part.slot_nbytes > there.slot_nbytes:
-                return (
-                    f"a slot of {part.lane} has {there.slot_nbytes} bytes, laid out at the start; "
-                    f"{part.slot_nbytes} are wanted"
-                )
-            if brings and part.num_slots != there.num_slots:
-                return (
-                    f"the ring of {part.lane} has {there.num_slots} slots, laid out at the start; "
-                    f"{part.num_slots} are wanted"
-                )
-        return None
-
-    def abandon(self, moves: Moves) -> None:
-        """Wait for what is under way, and give back what was taken for it: it will not come."""
-        for call in moves.pending:  # nothing may be written there once it is given to others
-            with suppress(Exception):  # it is not wanted, whatever became of it
-                call.result()
-        moves.pending, moves.later, moves.parcels = [], [], None
-        for each in moves.taken:
-            self._drop(each.homes, list(each.offsets))
-        moves.taken, self._moving = [], None
-        with suppress(Exception):  # a disk lane that is gone holds nothing
-            moves.experts.settle(self.disk_lane, is_there=False)
-        if moves.placement in self._arriving:
-            self._arriving.remove(moves.placement)
-
-    def _drop_all_but(self, placements: Sequence[Placement]) -> None:
-        """Give back the homes of blocks that none of these keeps, nor any that is to come."""
-        newest = max(each.placement_id for each in placements)
-        coming = (each.placement for each in self._published.values())
-        kept = [*placements, *self._arriving]
-        kept += [each for each in coming if each.placement_id > newest]
-        self._drop(
-            self.homes,
-            [b for b in self.homes.offsets if not any(each.resident[b] for each in kept)],
-        )
-        for card, there in enumerate(self.card_homes):
-            held: set[int | Heads] = {
-                n for each in kept for n in self._blueprint.on_card(each.cards[card])
-            }
-            if self._settings.are_cards_here:  # heads move at the switch
-                held |= set(heads_on(self._blueprint, self.placement, self.cards[card].name))
-            self._drop(there, [block for block in there.offsets if block not in held])
-
     def _drop_copies(self, blocks: Iterable[int]) -> None:
         for block in list(blocks):
             self._copies.discard(block)
-            self._release(self._layout.expanded[block], self._copy_nbytes(block))
-
-    def _drop(self, homes: Homes[Any], blocks: Iterable[Any]) -> None:
-        for offset, nbytes in homes.drop(blocks):
-            self._release(offset, nbytes)
-
-    def _release(self, offset: int, nbytes: int) -> None:
-        """Give room back to the system, unless a card may have pinned it (or it is the card's)."""
-        if not self._settings.are_cards_here:
-            self._arena.release(offset, nbytes)
+            self.mover.free(self._layout.expanded[block], self._copy_nbytes(block))

@@ -112,10 +112,11 @@ class Engine:
         self._stopping = False
         self._has_less = False  # of a card that has refused memory: that is mended once
         self._loaded_with: tuple[Profile | None, Heat | None] = None, None
-        # Steps that have retired, and what the planner is told of each once its times are known.
-        self._unreported: deque[tuple[int, Callable[[BusyTimes], ev.StepRetired]]] = deque(
-            maxlen=64
-        )
+        # Steps that have retired, what the planner is told of each once its times are known, and
+        # how many instructions each lane had in it.
+        self._unreported: deque[
+            tuple[int, Callable[[BusyTimes], ev.StepRetired], tuple[int, ...]]
+        ] = deque(maxlen=64)
         self._routing: RoutingTap | None = None
         self._experts_read = 0  # bytes, while decode steps ran
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
@@ -213,9 +214,7 @@ class Engine:
             touched = sum(card.total_nbytes for card in first.cards)
         check_room(self.layout.budget_start + first.total_nbytes + touched)
         arena = self.arena = Arena.create(self.layout.nbytes, str(self.files.root))
-        experts = self.blueprint.catalog.experts
-        sparse_layers = experts.num_layers if experts else 0
-        self.gauges = Gauges(arena, self.layout, self.lanes, sparse_layers)
+        self.gauges = Gauges(arena, self.layout, self.lanes, self.blueprint.catalog)
         self._records = RecordWriter(arena, self.layout, self.blueprint.options.max_batch)
         self._open_routing(arena)
         self._logits = arena.view(
@@ -240,7 +239,7 @@ class Engine:
         self.notes = [each for each in self.notes if each not in self._who_copies]
         self._who_copies = self.crew.choose_copiers()
         self.notes.extend(self._who_copies)
-        self.crew.load_cards(tell)
+        self.crew.mover.load_cards(tell)
         answers = self.crew.publish(first)
         self.crew.switch(first, is_first=True)
         self.shadow.first_acknowledged(answers, self.step + 1)
@@ -455,7 +454,7 @@ class Engine:
             experts,
             self.slowed,
         )
-        self._unreported.append((self.step, retired))
+        self._unreported.append((self.step, retired, self.crew.lengths(step.plan.phase)))
         self.batch.give_results(step, self._logits, placement.context_tokens, seconds)
 
     def _follow_script(self, plan: StepPlan) -> None:
@@ -489,8 +488,12 @@ class Engine:
     def _report_step(self) -> None:
         """Tell the planner of steps that have retired, once it is known how long cards took."""
         while self._unreported and self.gauges.is_timed(self._unreported[0][0]):
-            step, retired = self._unreported.popleft()
-            self.shadow.note(retired(self.gauges.card_times(step)))
+            step, retired, lengths = self._unreported.popleft()
+            event = retired(self.gauges.card_times(step))
+            if self.settings.cards and event.phase == "decode" and event.rows == 1:
+                kinds_s = self.gauges.kinds_s(step, lengths, self.slowed)
+                event = replace(event, kinds_s=kinds_s)
+            self.shadow.note(event)
 
     def _fill_record(self, plan: StepPlan, placement: Placement) -> None:
         self.step += 1

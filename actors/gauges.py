@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -24,12 +24,15 @@ from shadowlane.actors.arena import (
 from shadowlane.actors.sequence import ExpertUse
 from shadowlane.ops import emulated as law
 from shadowlane.ops import table as t
+from shadowlane.planner.catalog import Catalog, GroupKind
 from shadowlane.planner.events import RunQueueDelayed
 from shadowlane.planner.experts import POLICIES
 from shadowlane.planner.placement import DISK_LANE, LaneSpec
 
 DELAY_PERIOD_S = 0.2  # how far apart looks at the run queue are
 NEWEST_SPANS = 4096  # among which those of a step that has just ended are sure to be
+NEWEST_STEPS = 2  # ... and when the next one runs already
+KINDS = get_args(GroupKind)
 STALE_PERIODS = 5  # a look longer ago than so many periods says nothing of now
 
 
@@ -37,7 +40,7 @@ class Gauges:
     """Reads; writes nothing."""
 
     def __init__(
-        self, arena: Arena, layout: ArenaLayout, lanes: Sequence[LaneSpec], sparse_layers: int
+        self, arena: Arena, layout: ArenaLayout, lanes: Sequence[LaneSpec], catalog: Catalog
     ) -> None:
         self._arena = arena
         self._layout = layout
@@ -54,6 +57,18 @@ class Gauges:
             ]
             for number, spec in enumerate(self._lanes)
         ]
+        self._rings = [
+            [
+                arena.view(
+                    layout.workers[number] + worker * t.WORKER_NBYTES + t.WORKER_HEADER_NBYTES,
+                    np.int64,
+                    t.SPAN_RING,
+                    t.SPAN_FIELDS,
+                )
+                for worker in range(spec.threads)
+            ]
+            for number, spec in enumerate(self._lanes)
+        ]
         self._cards = (
             [] if layout.is_emulated else [layout.lanes.index(c.lane) for c in layout.cards]
         )
@@ -63,7 +78,7 @@ class Gauges:
                 np.int64,
                 t.ROUTE_HEADER_FIELDS,
             )
-            for number in range(sparse_layers)
+            for number in range(len(catalog.sparse_groups))
         ]
         self._laws = [
             arena.view(at, np.float64, law.LAW_FIELDS)
@@ -73,6 +88,7 @@ class Gauges:
             f"h2d:{card}": arena.view(at, np.int64, LINK_STATISTICS)
             for card, at in enumerate(layout.links)
         }
+        self._kinds = np.array([KINDS.index(group.kind) for group in catalog.groups])  # by group
         self._delays: tuple[float, list[list[int]]] | None = None
 
     def disk_statistics(self) -> np.ndarray:
@@ -106,6 +122,31 @@ class Gauges:
             busy = int((spans[:, 3] - spans[:, 2]).sum())
             whole = int(spans[-1, 3] - spans[0, 2]) if len(spans) else 0
             found[self._lanes[number].name] = (busy, whole - busy)
+        return found
+
+    def kinds_s(
+        self, step: int, lengths: Sequence[int], slowed: float
+    ) -> dict[str, dict[str, float]]:
+        """By lane and kind of group, seconds at work in one of the newest steps; waits apart.
+
+        lengths: instructions of each lane in such a step. A lane whose spans are not of all of
+        them is left out: a card that replays several at once tells of them as one. Of a lane of
+        this machine's processor it is the mean of its workers, as in `busy_ns`; on one that is
+        emulated, one worker tells of each instruction. slowed: seconds here for one that is told.
+        """
+        found = {}
+        for number, (spec, length) in enumerate(zip(self._lanes, lengths, strict=True)):
+            by_kind, count = np.zeros(len(KINDS)), 0
+            for worker in range(spec.threads):
+                spans = self.worker_spans(number, worker, NEWEST_STEPS * length).T
+                of_step = spans[0] == step
+                worked = (spans[3] - spans[2] - spans[4]) * of_step
+                by_kind += np.bincount(self._kinds[spans[1]], worked, len(KINDS))
+                count += int(np.count_nonzero(of_step))
+            if count >= length > 0:
+                by_kind /= 1e9 * slowed * (1 if self._laws else spec.threads)
+                kinds = zip(KINDS, by_kind.tolist(), strict=True)
+                found[spec.name] = {kind: seconds for kind, seconds in kinds if seconds}
         return found
 
     def lane_use(self, multiplied: Sequence[int]) -> dict[str, tuple[int, int]]:
@@ -165,10 +206,12 @@ class Gauges:
 
         int64 [n, SPAN_FIELDS]; most: of n.
         """
-        place = self._layout.workers[lane] + worker * t.WORKER_NBYTES + t.WORKER_HEADER_NBYTES
-        ring = self._arena.view(place, np.int64, t.SPAN_RING, t.SPAN_FIELDS)
+        ring = self._rings[lane][worker]
         written = int(self._workers[lane][worker][t.NUM_SPANS])
         first = max(0, written - min(most, t.SPAN_RING))
+        start = first % t.SPAN_RING
+        if start + written - first <= t.SPAN_RING:
+            return ring[start : start + written - first].copy()
         return ring[np.arange(first, written) % t.SPAN_RING]
 
     def disk_spans(self) -> np.ndarray:

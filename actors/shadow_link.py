@@ -10,10 +10,11 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from shadowlane.actors.crew import Acknowledgement, Crew, Moves
+from shadowlane.actors.crew import Acknowledgement, Crew
 from shadowlane.actors.gauges import Gauges
 from shadowlane.actors.hosts import Host, LaneDied, Pending, Remote
 from shadowlane.actors.memory_pressure import read_ram
+from shadowlane.actors.moves import Moves
 from shadowlane.actors.recovery import kill_quietly
 from shadowlane.actors.spec import EngineSettings
 from shadowlane.planner import events as ev
@@ -202,7 +203,7 @@ class ShadowLink:
         if moves is None:
             return
         try:
-            if not self._crew.go_on_moving(moves):
+            if not self._crew.mover.go_on(moves):
                 return
         except LaneDied:
             self._moves = None
@@ -229,7 +230,7 @@ class ShadowLink:
     def wait_for_moves(self) -> None:
         """Nothing is on its way any more when this returns; the abort word ends it."""
         if self._moves is not None:
-            self._crew.abandon(self._moves)
+            self._crew.mover.abandon(self._moves)
 
     def lanes_restarted(self) -> None:
         """Lanes hold all published placements again, so none is waited for."""

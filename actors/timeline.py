@@ -36,7 +36,7 @@ def make_timeline(
                 events.append(_event("wait", process, worker, before[1], start, {"step": step}))
             details: dict[str, Any] = {"step": step}
             if waited:
-                details["waited_for_disk_us"] = waited / 1000
+                details["waited_us"] = waited / 1000
             events.append(_event(catalog.groups[group].name, process, worker, start, end, details))
             before = (step, end)
     for lane, spans in reads.items():

@@ -86,9 +86,9 @@ def take_apart(timeline: dict[str, Any]) -> dict[str, Any]:
             assert following is not None, "a wait is between two spans"
             parts[f"wait for peers before {_kind(following['name'])}"] += each["dur"]
             continue
-        waited = each["args"].get("waited_for_disk_us", 0.0)
+        waited = each["args"].get("waited_us", 0.0)
         parts[f"compute {_kind(each['name'])}"] += each["dur"] - waited
-        parts["wait for the disk"] += waited
+        parts["wait inside instructions"] += waited
     count = len(wall) * len(workers)
     per_step = {name: total / US / count for name, total in sorted(parts.items())}
     per_step["between steps"] = sum(wall.values()) / US / len(wall) - sum(per_step.values())

@@ -17,6 +17,7 @@ from shadowlane.ops.atomics import (
     WAIT_OK,
     copy_bytes,
     load64,
+    now_ns,
     read_i32,
     read_i64,
     wait_counter,
@@ -82,14 +83,14 @@ def ready_rows(
 def count_chunk_items(geometry: Any, row: Any, num_rows: int) -> int:
     """Items of an EXPERTS instruction in a prefill step: experts first, then sums, if they are
     this lane's."""
-    count = _expert_items(geometry, row)
+    count = expert_items(geometry, row)
     if row[t.JOINS] >= 0:
         count -= -num_rows // SUM_ROWS
     return max(1, count)
 
 
 @njit
-def _expert_items(geometry: Any, row: Any) -> int:
+def expert_items(geometry: Any, row: Any) -> int:
     """Of those, the items of experts: a card has its own, a processor any."""
     return row[t.TILE_COUNT] if geometry[t.THIS_CARD] >= 0 else geometry[t.NUM_EXPERTS]
 
@@ -332,10 +333,9 @@ def expert_chunk_item(
     decode_x: int,
     chunk_x: int,
     is_void: bool,
-    statistics: int,
     scratch: int,
 ) -> tuple[int, int]:
-    """One item of a prefill step: (DONE, ABORTED or REFUSED, ns waited for the disk lane).
+    """One item of a prefill step: (DONE, ABORTED or REFUSED, ns waited for others).
 
     decode_x, chunk_x: inputs of the decode rows and of the chunk, as `walk_chunk` prepares them.
     is_void: nothing is multiplied any more; what is being read is still waited for, and let go.
@@ -343,18 +343,20 @@ def expert_chunk_item(
     num_decode, num_prefill = load64(record + 8 * t.NUM_DECODE), load64(record + 8 * t.NUM_PREFILL)
     together = load64(record + 8 * t.SUBCHUNK_ROWS)
     route = route_at(base, geometry, row[t.SPARSE_LAYER])
-    place = item - _expert_items(geometry, row)
+    place = item - expert_items(geometry, row)
     if is_void and (place >= 0 or read_i64(route + 8 * t.ROUTE_STEP) != step):
         return DONE, 0  # a sum, or of a layer that has chosen nothing for this step
     if place >= 0:
+        began = now_ns()
         counter = base + geometry[t.COUNTERS] + geometry[t.SUMMED_COUNTER] * t.COUNTER_NBYTES
         wanted = read_i64(route + 8 * t.ROUTE_SEQUENCE)
         if wait_counter(counter, wanted, base + geometry[t.ABORT], 0, 0) != WAIT_OK:
             return ABORTED, 0
         # NOTE: a card's own experts are not among those: a card has one worker, which comes to the
         # sums last.
-        if row[t.JOINS] > 0 and not wait_joined(base, geometry, row, record, statistics):
+        if row[t.JOINS] > 0 and wait_joined(base, geometry, row, record) < 0:
             return ABORTED, 0
+        waited = now_ns() - began
         first, last = place * SUM_ROWS, min((place + 1) * SUM_ROWS, num_decode + num_prefill)
         middle = min(max(first, num_decode), last)
         outputs = base + geometry[t.EXPERT_OUTPUT]
@@ -363,7 +365,7 @@ def expert_chunk_item(
         skipped = num_decode * geometry[t.TOP_K]
         layout = geometry[t.COMPUTE_LAYOUT]
         add_experts(base, geometry, row, layout, outputs, middle, last, skipped)
-        return DONE, 0
+        return DONE, waited
     is_card = geometry[t.THIS_CARD] >= 0
     if item >= (row[t.TILE_COUNT] if is_card else read_i64(route + 8 * t.NUM_CHOSEN)):
         return DONE, 0

@@ -34,6 +34,7 @@ from shadowlane.ops.chunk_experts import (
     DONE,
     count_chunk_items,
     expert_chunk_item,
+    expert_items,
     is_in_place,
     ready_rows,
 )
@@ -437,6 +438,7 @@ def walk_chunk(
         inputs = num_logits if kind == t.LM_HEAD else num_decode
         decode_x, chunk_x = 0, 0
         waited, late_ns = 0, 0
+        busy_ns = -1  # of an emulated instruction, by the one worker that holds it
         worked, prepared = False, False
         while True:
             taken = claim(ticket, step, num_items)
@@ -464,14 +466,15 @@ def walk_chunk(
             if kind == t.EXPERTS:
                 outcome, late = expert_chunk_item(
                     base, geometry, aten, row, blocks, items, record, step, taken, decode_x,
-                    chunk_x, is_void, statistics, scratch,
+                    chunk_x, is_void, scratch,
                 )  # fmt: skip
                 if outcome == ABORTED:
                     return WAIT_ABORTED
                 if outcome != DONE:
                     return FAILED
                 waited += late
-                if late > 0 and geometry[t.THIS_CARD] >= 0:
+                is_expert = taken < expert_items(geometry, row)  # not a sum
+                if late > 0 and is_expert and geometry[t.THIS_CARD] >= 0:
                     late_ns = now_ns()
             elif is_tiled and not is_void:
                 item = items[row[t.TILE_START] + taken]
@@ -497,10 +500,13 @@ def walk_chunk(
                 misses = False
                 if kind == t.ROUTER and load64(record + 8 * t.IS_VOID) == 0:
                     misses = route(base, geometry, row, items, step, num_rows, 0)
-                start = hold(base, geometry, row, items, record, start, late_ns)
+                start, busy_ns = hold(base, geometry, row, items, record, start, late_ns)
                 retire(base, geometry, row, record)
                 if misses:
                     call_disk_lane(base, geometry)
-        if worked:
-            note_span(base, geometry, worker, step, row[t.GROUP], start, now_ns(), waited)
+        ended = now_ns()
+        if busy_ns >= 0:
+            waited = ended - start - busy_ns
+        if worked and (busy_ns >= 0 or geometry[t.EMULATION] < 0):
+            note_span(base, geometry, worker, step, row[t.GROUP], start, ended, waited)
     return WAIT_OK

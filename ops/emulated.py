@@ -221,14 +221,15 @@ def joined_ns(geometry: Any, row: Any, record: int, law: int) -> int:
 @njit
 def hold(
     base: int, geometry: Any, row: Any, items: Any, record: int, ready_ns: int, late_ns: int
-) -> int:
+) -> tuple[int, int]:
     """Wait until an instruction would have ended that could begin at `ready_ns`.
 
     late_ns: when the last of its streamed weights came, 0: they were all there. Returns when its
-    work began, after its input had crossed; `ready_ns` on a lane that is not emulated.
+    work began, after its input had crossed, and how long it worked; (`ready_ns`, -1) on a lane that
+    is not emulated.
     """
     if geometry[t.EMULATION] < 0:
-        return ready_ns
+        return ready_ns, -1
     loads = base + geometry[t.EMULATED_LOADS]
     law = base + geometry[t.EMULATION]
     step = read_i64(record + 8 * t.STEP)
@@ -262,7 +263,7 @@ def hold(
     if late_ns > 0:  # what was there could be worked on while the rest was on its way
         busy_ns = max(busy_ns, int(working * slowed))
     write_f64(law + 8 * BUSY_S, law_f64(law, BUSY_S) + busy_ns * 1e-9)
-    return begin_ns
+    return begin_ns, busy_ns
 
 
 @njit

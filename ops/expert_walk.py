@@ -85,11 +85,8 @@ def listed_places(geometry: Any, row: Any, route: int) -> tuple[int, int]:
 
 
 @njit
-def wait_joined(base: int, geometry: Any, row: Any, record: int, statistics: int) -> bool:
-    """Wait for the lanes that compute other experts of the layer. False: aborted.
-
-    What it took is added to the worker's statistics.
-    """
+def wait_joined(base: int, geometry: Any, row: Any, record: int) -> int:
+    """Wait for the lanes that compute other experts of the layer: ns waited, -1 if aborted."""
     began = now_ns()
     for lane in range(t.MAX_LANES):
         needed = row[t.JOIN_WAIT + lane]
@@ -98,10 +95,8 @@ def wait_joined(base: int, geometry: Any, row: Any, record: int, statistics: int
         wanted = record_i64(record, t.LANE_BASE + lane) + needed
         counter = counter_at(base, geometry, lane)
         if wait_counter(counter, wanted, base + geometry[t.ABORT], 0, 0) != WAIT_OK:
-            return False
-    waits = read_i64(statistics + 8 * t.WAIT_NS)
-    write_i64(statistics + 8 * t.WAIT_NS, waits + now_ns() - began)
-    return True
+            return -1
+    return now_ns() - began
 
 
 @njit

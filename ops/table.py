@@ -271,7 +271,7 @@ NUM_SPANS: Final = 3  # spans written since the start; the ring keeps the last S
 TIMED_STEP: Final = 5  # of a card: the newest step of which all spans have been written
 WORKER_HEADER_NBYTES: Final = 128
 SPAN_RING: Final = 1 << 15
-SPAN_FIELDS: Final = 5  # step, group, start_ns, end_ns, ns waited for the disk in between
+SPAN_FIELDS: Final = 5  # step, group, start_ns, end_ns, ns waited in between: the rest is work
 WORKER_NBYTES: Final = WORKER_HEADER_NBYTES + SPAN_RING * SPAN_FIELDS * 8
 
 

@@ -362,6 +362,7 @@ def walk(
         inputs = num_logits if kind == t.LM_HEAD else num_rows
         x = 0
         waited, late_ns = 0, 0
+        busy_ns = -1  # of an emulated instruction, by the one worker that holds it
         worked = False
         while True:
             taken = claim(ticket, step, num_items)
@@ -401,16 +402,20 @@ def walk(
                     is_decode = 0 if same_sequence else 1
                     misses = route(base, geometry, row, items, step, num_rows, is_decode)
                 elif kind == t.EXPERTS and row[t.JOINS] >= 0:
-                    if row[t.JOINS] > 0 and not wait_joined(
-                        base, geometry, row, record, statistics
-                    ):
-                        return 1
+                    if row[t.JOINS] > 0:
+                        late = wait_joined(base, geometry, row, record)
+                        if late < 0:
+                            return 1
+                        waited += late
                     outputs = base + geometry[t.EXPERT_OUTPUT]
                     add_experts(base, geometry, row, LAYOUT_F32, outputs, 0, num_rows, 0)
-                start = hold(base, geometry, row, items, record, start, late_ns)
+                start, busy_ns = hold(base, geometry, row, items, record, start, late_ns)
                 retire(base, geometry, row, record)
                 if misses:
                     call_disk_lane(base, geometry)
-        if worked:
-            note_span(base, geometry, worker, step, row[t.GROUP], start, now_ns(), waited)
+        ended = now_ns()
+        if busy_ns >= 0:
+            waited = ended - start - busy_ns
+        if worked and (busy_ns >= 0 or geometry[t.EMULATION] < 0):
+            note_span(base, geometry, worker, step, row[t.GROUP], start, ended, waited)
     return WAIT_OK

@@ -8,7 +8,7 @@ rounding made of it, so that predictions are about what really runs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -196,7 +196,8 @@ class CardPlanner:
             return commands
         chosen = event.experts_chosen + event.experts_on_cards
         hits = event.experts_on_cards / chosen if chosen else None
-        measured = StepMeasured(event.seconds, _by_lane(event), hits=hits)
+        busy_s, kinds_s = _by_lane(event)
+        measured = StepMeasured(event.seconds, busy_s, kinds_s=kinds_s, hits=hits)
         if event.context > GROWTH * self._work.context:
             context = min(2 * self._work.context, self._work.max_context)
             if context > self._work.context:
@@ -438,13 +439,19 @@ def _always(rate: float) -> HitRate:
     return lambda part: rate
 
 
-def _by_lane(event: ev.StepRetired) -> dict[str, float]:
-    """Busy seconds of the lanes that the shadow knows; several lanes of the processor as one."""
-    found: dict[str, float] = {}
-    for lane, busy_s in event.busy_s.items():
-        name = "cpu:0" if lane.startswith("cpu:") else lane
-        found[name] = max(busy_s, found.get(name, 0.0))
-    return found
+def _by_lane(
+    event: ev.StepRetired,
+) -> tuple[dict[str, float], dict[str, Mapping[str, float]]]:
+    """(busy seconds; of these, by kind of group) of the lanes that the shadow knows.
+
+    Of several lanes of the processor the busiest stands for all.
+    """
+    cores = [lane for lane in event.busy_s if lane.startswith("cpu:")]
+    busiest = max(cores, key=lambda lane: event.busy_s[lane], default="cpu:0")
+    names = {lane: lane for lane in event.busy_s if lane not in cores} | {busiest: "cpu:0"}
+    busy_s = {name: event.busy_s.get(lane, 0.0) for lane, name in names.items()}
+    kinds_s = {name: event.kinds_s[lane] for lane, name in names.items() if lane in event.kinds_s}
+    return busy_s, kinds_s
 
 
 def _is_same(one: Placement, other: Placement) -> bool:

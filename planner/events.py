@@ -34,6 +34,8 @@ class StepRetired:
     seconds: float  # from the step being filled to its last instruction retired
     busy_s: Mapping[str, float] = field(default_factory=dict)  # lane -> inside instructions
     wait_s: Mapping[str, float] = field(default_factory=dict)  # lane -> waiting for counters
+    # of `busy_s`, by lane that computes and kind of group, where its spans tell them apart
+    kinds_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     experts_chosen: int = 0  # of a mixture's decode step, over all layers and rows
     experts_resident: int = 0  # of these, in RAM and not for this step's sake
     experts_read_nbytes: int = 0

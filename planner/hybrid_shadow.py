@@ -14,6 +14,7 @@ Pure: `handle(event)` is all there is; time and measurements come inside events.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -247,15 +248,20 @@ class HybridShadow:
         return StepMeasured(
             median(step.seconds for step in self._steps),
             {lane: median(step.busy_s[lane] for step in self._steps) for lane in newest.busy_s},
-            kinds_s={
-                lane: {
-                    kind: median(step.kinds_s.get(lane, {}).get(kind, 0.0) for step in self._steps)
-                    for kind in kinds
-                }
-                for lane, kinds in newest.kinds_s.items()
-            },
+            kinds_s=self._median_kinds(),
             hits=fmean(hits) if hits else None,
         )
+
+    def _median_kinds(self) -> dict[str, dict[str, float]]:
+        """By lane and kind, over the steps that tell them."""
+        told: dict[str, list[Mapping[str, float]]] = {}
+        for step in self._steps:
+            for lane, kinds in step.kinds_s.items():
+                told.setdefault(lane, []).append(kinds)
+        return {
+            lane: {kind: median(each.get(kind, 0.0) for each in steps) for kind in steps[-1]}
+            for lane, steps in told.items()
+        }
 
     def _has_drifted(self, now: StepMeasured) -> bool:
         assert self._reference is not None

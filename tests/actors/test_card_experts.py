@@ -140,7 +140,7 @@ def test_bringing_others_while_tokens_are_made_changes_none(
         assert [placement for placement, _ in planner.announced] == [0, 1, 2, 3]
         assert engine.generate(PROMPT, 20) == expected
         assert num_brought > 0
-        assert list(now.crew._sources) in ([], [3]), "others may lose their slots again"
+        assert list(now.crew.mover._sources) in ([], [3]), "others may lose their slots again"
 
 
 def brought_by(engine: Any) -> list[int]:
@@ -187,7 +187,7 @@ def test_moving_experts_while_tokens_are_made_changes_none(
             if len(planner.announced) == 4:
                 break
         assert [placement for placement, _ in planner.announced] == [0, 1, 2, 3]
-        for part, there in zip(now.placement.cards, now.crew.card_homes, strict=True):
+        for part, there in zip(now.placement.cards, now.crew.mover.card_homes, strict=True):
             assert set(there.offsets) == set(now.blueprint.on_card(part))
 
 

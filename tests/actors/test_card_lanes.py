@@ -131,7 +131,7 @@ def test_changing_what_lives_where_while_tokens_are_made_changes_none(
                 break
         assert [placement for placement, _ in planner.announced] == [0, 1, 2, 3, 4]
         for part, there in zip(
-            running_now.placement.cards, running_now.crew.card_homes, strict=True
+            running_now.placement.cards, running_now.crew.mover.card_homes, strict=True
         ):
             assert set(there.offsets) == set(part.resident), "what nobody needs is dropped"
 

@@ -188,7 +188,7 @@ def test_moving_experts_while_tokens_are_made(
             if len(planner.announced) == 3:
                 break
         assert [placement for placement, _ in planner.announced] == [0, 2, 3]
-        (part,), (there,) = now.placement.cards, now.crew.card_homes
+        (part,), (there,) = now.placement.cards, now.crew.mover.card_homes
         assert {each for each in there.offsets if isinstance(each, int)} == set(
             now.blueprint.on_card(part)
         )

@@ -22,7 +22,7 @@ def gauges(tiny_model: Callable[..., Path]) -> Gauges:
     blueprint = cut(tiny_model("llama2"), Options(context=128), CORES)
     placement = plan(blueprint, smallest_ram(blueprint) + (1 << 20), CORES)
     layout = plan_layout(blueprint, placement)
-    return Gauges(Arena.create(layout.nbytes), layout, placement.lanes, sparse_layers=0)
+    return Gauges(Arena.create(layout.nbytes), layout, placement.lanes, blueprint.catalog)
 
 
 def test_delays_are_fractions_also_when_threads_are_new(

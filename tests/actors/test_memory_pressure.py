@@ -94,7 +94,7 @@ def test_an_engine_gives_pages_back_when_ram_is_short_and_takes_them_again(
 
         until(lambda: bool(inner.placement.sweep))
         assert inner.placement.total_nbytes < first.total_nbytes
-        assert set(inner.crew.homes.offsets) == {
+        assert set(inner.crew.mover.homes.offsets) == {
             block for block, kept in enumerate(inner.placement.resident) if kept
         }, "what is not kept has no pages"
         assert any("RAM is short (0 B free)" in each for each in inner.shadow.decisions)

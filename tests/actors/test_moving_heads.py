@@ -82,7 +82,7 @@ def test_tokens_are_the_same_while_heads_move_on_cards(
         assert moves_heads(engine, turns, cards)
         until_switched(engine, expected)
         now = engine.engine
-        for part, there in zip(now.placement.cards, now.crew.card_homes, strict=True):
+        for part, there in zip(now.placement.cards, now.crew.mover.card_homes, strict=True):
             held = heads_on(now.blueprint, now.placement, part.lane)
             assert set(there.offsets) == {*part.resident, *held}, "what nobody needs is dropped"
 
@@ -115,7 +115,7 @@ def test_heads_that_find_no_room_in_one_piece_lie_beside_the_budget(
         fake_cards(monkeypatch, base=MortalScripted),
         on_cards(model, drawn(10, 1)) as engine,
     ):
-        (there,) = engine.engine.crew.card_homes
+        (there,) = engine.engine.crew.mover.card_homes
         take = there.take
 
         def no_heads(keys: Any) -> dict[Any, int]:

@@ -320,7 +320,7 @@ def test_blocks_leave_and_enter_ram(model: Path, expected: list[int], cores: Any
         assert e.generate(PROMPT[::-1], max_tokens=4)
         assert e.generate(PROMPT, max_tokens=24) == expected
         assert e.engine.shadow.replans == len(choices)
-        assert set(e.engine.crew.homes.offsets) == set(resident)
+        assert set(e.engine.crew.mover.homes.offsets) == set(resident)
 
 
 def test_a_placement_that_is_withdrawn_gives_its_room_back(model: Path) -> None:
@@ -339,14 +339,14 @@ def test_a_placement_that_is_withdrawn_gives_its_room_back(model: Path) -> None:
         crew = engine.engine.crew
         more = with_resident(blueprint, engine.engine.placement, 1, resident)
         moves = crew.start_moving(more)
-        while not crew.go_on_moving(moves):
+        while not crew.mover.go_on(moves):
             moves.pending[0].result(timeout=60)
         assert moves.why is None
         for answer in crew.publish(more):
             assert answer.pending.result(timeout=60) == 1
-        assert set(crew.homes.offsets) == set(kept)
+        assert set(crew.mover.homes.offsets) == set(kept)
         crew.retire(1)
-        assert set(crew.homes.offsets) == set(kept[::2])
+        assert set(crew.mover.homes.offsets) == set(kept[::2])
 
 
 @pytest.mark.parametrize("cores", [TWO_THREADS, TWO_LANES])
