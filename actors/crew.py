@@ -781,6 +781,8 @@ class Crew:
             for number in self._blueprint.on_card(part)
             if number >= first and number in always - after
         }
+        brought = set(self._brought_experts(moves.placement))  # which must have slots
+        leaving = dict(sorted(leaving.items(), key=lambda each: each[0] not in brought))
         moves.experts, copies = ExpertMoves.begin(self.disk_lane, first, coming, leaving)
         moves.pending += copies
 
