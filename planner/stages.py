@@ -111,9 +111,9 @@ def with_experts(
             part,
             experts=experts,
             prefill_sweep=tuple(
-                number
+                comes
                 for each in part.prefill_sweep
-                if (number := instead.get(each, each)) is not None
+                if (comes := instead.get(each, each)) is not None
             ),
         )
         for part, experts in zip(placement.cards, cards, strict=True)
