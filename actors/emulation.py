@@ -40,6 +40,7 @@ from shadowlane.planner.hybrid import (
     Plan,
     Site,
     Work,
+    chooser,
     disk_ring_nbytes,
     rows_of,
     stage_nbytes,
@@ -323,14 +324,18 @@ class _Step:
         world = self._world
         ready = list(self._cross_s)
         layer: int | None = -1
-        for load, site in zip(world.model.loads, self._plan.sites, strict=True):
+        sites = self._plan.sites
+        for index, (load, site) in enumerate(zip(world.model.loads, sites, strict=True)):
             is_first = load.layer != layer
             layer = load.layer
-            ready = self._group(load, site, ready, is_first)
+            adds_up = chooser(world.model, sites, index) if load.is_joined else None
+            ready = self._group(load, site, ready, is_first, adds_up)
         return max(min(ready), *(self.busy[name] for name in self.links), self.busy["disk:0"])
 
-    def _group(self, load: Load, site: Site, ready: list[float], is_first: bool) -> list[float]:
-        """When its output is at each side."""
+    def _group(
+        self, load: Load, site: Site, ready: list[float], is_first: bool, adds_up: int | None
+    ) -> list[float]:
+        """When its output is at each side. adds_up: the side where all of it is added up first."""
         world, machine = self._world, self._world.machine
         parts = self._parts(load, site)
         begin_s = min(ready)
@@ -373,6 +378,12 @@ class _Step:
         if not ends:
             return ready
         leaving = [(end_s, world.jitter(), self._hops[side]) for side, end_s in ends]
+        if adds_up is not None:
+            joined_s = max([end_s + jitter * hops[adds_up] for end_s, jitter, hops in leaving])
+            if all(side != adds_up for side, _ in ends):  # it has launches, if nothing to compute
+                adder = machine.cards[adds_up - 1] if adds_up else None
+                joined_s += machine.cpu_launch_s if adder is None else adder.launch_s
+            leaving = [(joined_s, world.jitter(), self._hops[adds_up])]
         return [
             max([end_s + jitter * hops[there] for end_s, jitter, hops in leaving])
             for there in range(len(ready))

@@ -638,11 +638,16 @@ class Engine:
         """What lanes and experts have done since the start."""
         experts = self.blueprint.catalog.experts
         multiplied, used = list(self._multiplied), self.gauges.expert_use()
-        if experts is not None:  # one lane computes all that are on no card
+        if experts is not None:  # one processor's lane computes all that are on no card
+            shares = self.placement.shares
             first = next(
-                shares[-1].lane
-                for name, shares in self.placement.shares.items()
-                if name.endswith(".experts")
+                (
+                    share.lane
+                    for group in self.catalog.sparse_groups
+                    for share in shares[group.name]
+                    if share.lane.startswith("cpu:")
+                ),
+                self.lanes[0].name,
             )
             multiplied[self.placement.number_of(first)] += (
                 used.chosen + self._prompt_experts

@@ -324,6 +324,8 @@ class Mover:
             for number in self._blueprint.on_card(part)
             if number >= first and number in always - after
         }
+        brought = set(self.brought_experts(moves.placement))  # which must have slots
+        leaving = dict(sorted(leaving.items(), key=lambda each: each[0] not in brought))
         moves.experts, copies = ExpertMoves.begin(self._lanes.disk_lane, first, coming, leaving)
         moves.pending += copies
 

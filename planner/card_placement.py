@@ -4,8 +4,8 @@ Each group is cut into sections (`sections.py`). Budgets are kept exactly: what 
 large for a card goes to RAM, from the end of the model; what RAM cannot hold is left on disk, of
 all groups the same part, so that the disk reads steadily.
 
-The processor computes the embedding and routers, whatever the plan says of them, and adds up what
-experts give.
+The processor computes the embedding, whatever the plan says of it. Who computes a layer's router
+adds up what its experts give: a card, where the plan has all of it there and cards can.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from shadowlane.planner.search import (
     RING_SLOTS,
     least_slots,
     most_kept,
+    most_more_kept,
 )
 from shadowlane.planner.sections import Carry
 
@@ -51,6 +52,7 @@ def place_on_cards(
     placement_id: int = 0,
     budgets: Mapping[str, int] | None = None,
     expert_slots: int | None = None,
+    before: Placement | None = None,
 ) -> Placement:
     """`plan` in whole blocks, for the lanes of `request`: cpu:0, which computes alone, and cards.
 
@@ -58,6 +60,7 @@ def place_on_cards(
     Where `request` names no context, there is room for the question's.
     budgets: bytes of each card by its lane; None: what the question's conditions leave of them.
     expert_slots: routed experts that RAM has room for, whatever it takes; None: as many as fit.
+    before: what is in force until this is; experts that are brought must have a slot by then.
 
     Raises InfeasiblePlan where RAM cannot hold what it must, ValueError for lanes, budgets or pins
     that do not suit.
@@ -96,7 +99,10 @@ def place_on_cards(
         expert_slots = min(experts.total, (room - kept) // expert_nbytes)
     experts_nbytes = expert_slots * expert_nbytes
     if experts is not None:
-        draft.bring_experts_at_most(most_kept(experts, expert_slots))
+        most, may_come = most_kept(experts, expert_slots), None
+        if before is not None and expert_slots < experts.total:
+            may_come = _with_slots(draft, before)
+        draft.bring_experts_at_most(most, may_come)
         parts = draft.card_parts()
     in_memory = min(experts.total, expert_slots + experts.total - needed) if experts else 0
     processor = request.lanes[0].name
@@ -163,6 +169,24 @@ def _budgets(
 
 
 # -- RAM
+
+
+def _with_slots(draft: Draft, before: Placement) -> set[int]:
+    """The experts that surely have a slot in RAM where not all do: those that are brought as it is,
+    and of those that leave cards as many as can be copied there beside them."""
+    catalog, experts = draft.catalog, draft.catalog.experts
+    assert experts is not None, "only mixtures have routed experts"
+    brought = {n for card in before.cards for n in card.prefill_sweep if catalog.is_expert(n)}
+    stay = draft.experts()
+    leaving = [
+        catalog.expert_number(layer, expert)
+        for card in before.cards
+        for layer, of_layer in enumerate(card.experts)
+        for expert in of_layer
+        if not any(layers and expert in layers[layer] for layers in stay)
+    ]
+    more = most_more_kept(experts, before.expert_slots, len(brought))
+    return brought.union(leaving[:more])
 
 
 def _fixed_nbytes(draft: Draft, kv_nbytes: int) -> dict[str, int]:

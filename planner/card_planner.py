@@ -174,7 +174,7 @@ class CardPlanner:
         slots, catalog = active.expert_slots, self.catalog
         if self._following is not None:
             catalog = self._following.ranked(catalog)
-        return place_on_cards(catalog, plan, request, question, expert_slots=slots)
+        return place_on_cards(catalog, plan, request, question, expert_slots=slots, before=active)
 
     # -- steps
 

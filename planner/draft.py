@@ -5,7 +5,7 @@ RAM comes after it: `card_placement.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -77,6 +77,7 @@ class Draft:
             can and expert <= slot for can, slot in zip(self._able, self._slot_nbytes, strict=True)
         ]
         self._most_experts: int | None = None  # that may be brought
+        self._may_come: Collection[int] | None = None  # these alone, by their numbers
         self._sites = self._sites_of(plan, question)
         if any(self.wanted_on_disk(index) for index in range(len(self._sites))):
             self.bring_alike()
@@ -142,7 +143,7 @@ class Draft:
                 continue
             if site.vram > 0.0 and site.over:
                 most = cuts.last
-                if group.kind == "experts":  # whose sum is the processor's
+                if group.kind == "experts":  # behind them is their sum
                     most -= 1
                 held = carry.round(group.kind, cuts, site.vram * cuts.total, 0, most)
             until = until_each(site.over, [True] * len(site.over))
@@ -167,7 +168,7 @@ class Draft:
             if until:
                 before = cuts.nbytes[first]
                 wanted = before + part * (cuts.total - before)
-                most = own.ram - (group.kind == "experts")  # whose sum is the processor's
+                most = own.ram - (group.kind == "experts")  # behind them is their sum
                 end = carry.round(group.kind, cuts, wanted, first, most)
             ends.append(end)
             untils.append(until)
@@ -179,20 +180,32 @@ class Draft:
         ]
 
     def _bring_fewer(self, ends: list[int], most: int) -> None:
-        """No more than so many experts, of all layers the same part."""
+        """No more than so many experts, of all layers the same part; of those that may come."""
         routed = [
             (index, own.on_cards)
             for index, (group, _, own) in enumerate(self.groups())
             if group.kind == "experts"
         ]
+        for layer, (index, first) in enumerate(routed):
+            ends[index] = min(ends[index], first + len(self._others(layer, first)))
         total = sum(ends[index] - first for index, first in routed)
         if total > most:
             for index, first in routed:
                 ends[index] = first + (ends[index] - first) * most // total
 
-    def bring_experts_at_most(self, count: int) -> None:
-        """So many can keep their slots in RAM while others are read there."""
-        self._most_experts = count
+    def _others(self, layer: int, on_cards: int) -> list[int]:
+        """Of the experts on no card those that may come to one, the hottest first."""
+        assert self.catalog.experts is not None, "only mixtures have routed experts"
+        others, may_come = self.catalog.experts.ranked(layer)[on_cards:], self._may_come
+        return [
+            expert
+            for expert in others
+            if may_come is None or self.catalog.expert_number(layer, expert) in may_come
+        ]
+
+    def bring_experts_at_most(self, count: int, of: Collection[int] | None = None) -> None:
+        """So many can keep their slots in RAM while others are read there. of: None: any."""
+        self._most_experts, self._may_come = count, of
 
     def _sweeps(self, phase: Phase) -> list[list[int]]:
         """Per card, what comes over its link, in the order of its use."""
@@ -208,7 +221,7 @@ class Draft:
                 start = end
             if group.kind == "experts" and self.catalog.experts is not None:
                 layer += 1
-                others = self.catalog.experts.ranked(layer)[own.on_cards :]
+                others = self._others(layer, own.on_cards)
                 for card, come in enumerate(dealt(others, counts)):
                     sweeps[card] += [self.catalog.expert_number(layer, each) for each in come]
         return sweeps

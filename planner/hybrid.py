@@ -84,9 +84,10 @@ class Model:
     max_context: int
     is_ours: bool = False  # as our own lanes run it, see `model_of`
     # What follows from the loads: for each a number, the same for those that differ in name and
-    # layer alone; and where each layer begins and ends.
+    # layer alone; where each layer begins and ends; and of experts the undivided router.
     alike: tuple[int, ...] = field(init=False, repr=False, compare=False)
     layers: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    routers: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
     wholes: tuple[float, ...] = field(init=False, repr=False, compare=False)  # `whole_nbytes`
     has_pins: bool = field(init=False, repr=False, compare=False)
 
@@ -101,7 +102,10 @@ class Model:
             for index, load in enumerate(self.loads)
             if not index or load.layer != self.loads[index - 1].layer
         ]
+        undivided = {load.layer: at for at, load in enumerate(self.loads) if load.is_undivided}
+        routers = [undivided.get(load.layer) if load.experts else None for load in self.loads]
         object.__setattr__(self, "alike", tuple(alike))
+        object.__setattr__(self, "routers", tuple(routers))
         object.__setattr__(self, "wholes", tuple(load.whole_nbytes for load in self.loads))
         object.__setattr__(self, "has_pins", any(load.home is not None for load in self.loads))
         object.__setattr__(
@@ -176,10 +180,10 @@ def whole_on(vram: float, over: Sequence[float]) -> int | None:
 def chooser(model: Model, sites: Sequence[Site], index: int) -> int:
     """Who chooses among the experts of load `index`, and adds up what they give, as a side: 0 for
     the processor, 1 for the first card."""
-    if not index or not model.loads[index - 1].is_undivided:
+    router = model.routers[index]
+    if router is None:
         return 0
-    router = sites[index - 1]
-    card = whole_on(router.vram, router.over)
+    card = whole_on(sites[router].vram, sites[router].over)
     return 0 if card is None else 1 + card
 
 

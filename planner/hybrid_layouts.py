@@ -195,24 +195,23 @@ def settle(
 def _with_routers(model: Model, spread: Spread) -> Spread:
     """The same, with routers on a card only where that saves crossings.
 
-    What comes before a router is all on its card then, and of what comes after it all experts, or
-    some of them and the next group.
+    What comes before a router is all on its card then, and so is what comes between it and its
+    experts; of these all, or some of them and all of the next group.
     """
     vram, over = spread.vram, spread.over
-    for index, load in enumerate(model.loads):
-        if not load.is_undivided or not vram[index]:
+    for experts, router in enumerate(model.routers):
+        if router is None or not vram[router]:
             continue
-        before, card, experts, after = (
-            whole_on(vram[at], over[at]) for at in range(index - 1, index + 3)
-        )
+        whole = [whole_on(vram[at], over[at]) for at in range(router - 1, experts + 2)]
+        before, card, *between, of_experts, after = whole
         if (
             card is None
-            or before != card
-            or not vram[index + 1] * over[index + 1][card]
-            or card not in (experts, after)
+            or {before, *between} != {card}
+            or not vram[experts] * over[experts][card]
+            or card not in (of_experts, after)
         ):
             vram = list(vram) if vram is spread.vram else vram
-            vram[index] = 0.0
+            vram[router] = 0.0
     return Spread(vram, over)
 
 

@@ -211,6 +211,16 @@ def most_kept(experts: Experts, slots: int) -> int:
     return slots if slots >= experts.total else max(0, slots - least_slots(experts))
 
 
+def most_more_kept(experts: Experts, slots: int, kept: int) -> int:
+    """Experts that may keep their slots beside `kept` others while a plan changes to another.
+
+    What moves meanwhile may hold up to half of the slots, too.
+    """
+    if slots >= experts.total:
+        return slots
+    return max(0, most_kept(experts, slots) - max(kept, slots // 2))
+
+
 def _sort_blocks(catalog: Catalog, pins: Mapping[str, str]) -> _Weights:
     groups = [(group.name, group.kind) for group in catalog.groups]
     for pattern in pins:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.placement import CardPart, Placement, Share, expert_shares, whole_pages
 from shadowlane.planner.profile import Phase
+from shadowlane.planner.search import most_more_kept
 
 
 def first_stage(catalog: Catalog, old: Placement, new: Placement) -> Placement | None:
@@ -84,26 +85,46 @@ def with_experts(
 ) -> Placement:
     """Other experts on the cards, as many of each layer: [card][layer].
 
-    Those that leave are brought for prompts in place of those that come.
+    Those that leave are brought for prompts in place of those that come, as far as they can have
+    slots in RAM beside these.
     """
-    parts: list[CardPart] = []
+    assert catalog.experts is not None, "only mixtures have routed experts"
     come: list[list[int]] = [[] for _ in catalog.sparse_groups]  # by layer, over all cards
     leave: list[list[int]] = [[] for _ in catalog.sparse_groups]
     for part, experts in zip(placement.cards, cards, strict=True):
         for layer, of_layer in enumerate(experts):
             come[layer] += of_layer
             leave[layer] += part.experts_of(layer)
-    instead: dict[int, int] = {}  # numbers
+    brought = {n for part in placement.cards for n in part.prefill_sweep if catalog.is_expert(n)}
+    more = most_more_kept(catalog.experts, placement.expert_slots, len(brought))
+    instead: dict[int, int | None] = {}  # numbers
     for layer, (after, before) in enumerate(zip(come, leave, strict=True)):
         new = [expert for expert in after if expert not in before]
         old = [expert for expert in before if expert not in after]
         for one, other in zip(new, old, strict=True):
             number = catalog.expert_number(layer, one)
-            instead[number] = catalog.expert_number(layer, other)
-    for part, experts in zip(placement.cards, cards, strict=True):
-        sweep = tuple(instead.get(number, number) for number in part.prefill_sweep)
-        parts.append(replace(part, experts=experts, prefill_sweep=sweep))
-    return replace(placement, cards=tuple(parts))
+            if number in brought:
+                instead[number] = catalog.expert_number(layer, other) if more > 0 else None
+                more -= 1
+    parts = tuple(
+        replace(
+            part,
+            experts=experts,
+            prefill_sweep=tuple(
+                comes
+                for each in part.prefill_sweep
+                if (comes := instead.get(each, each)) is not None
+            ),
+        )
+        for part, experts in zip(placement.cards, cards, strict=True)
+    )
+    shares = placement.prefill_shares
+    if shares is not None:
+        shares = dict(shares)
+        for group in catalog.sparse_groups:
+            adds_up = shares[group.name][-1].lane
+            shares[group.name] = _shares_of_experts(catalog, parts, "prefill", adds_up, group)
+    return replace(placement, cards=parts, prefill_shares=shares)
 
 
 def _experts_in_common(one: CardPart, other: CardPart) -> tuple[tuple[int, ...], ...]:

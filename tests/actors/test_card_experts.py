@@ -143,6 +143,23 @@ def test_bringing_others_while_tokens_are_made_changes_none(
         assert list(now.crew.mover._sources) in ([], [3]), "others may lose their slots again"
 
 
+def test_what_a_processor_computes_for_a_card_that_adds_up_is_its_own(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """Experts are counted where they are computed, whoever adds them up."""
+    adders = set()
+    for seed in range(4):
+        with running(tiny_model(MANY), options=OPTIONS, **on_cards(seed, 1)) as engine:
+            now = engine.engine
+            engine.generate(PROMPT, 5)
+            adders.add(now.placement.shares["0.experts"][-1].lane)
+            use, experts = now.lane_use_now(), now.blueprint.catalog.experts
+            assert experts is not None
+            of_experts = use.lanes["gpu:0"][1] - now._multiplied[1]
+            assert of_experts == use.experts.on_cards * experts.nbytes
+    assert adders == {"cpu:0", "gpu:0"}
+
+
 def brought_by(engine: Any) -> list[int]:
     """The experts that the placement in force brings, by their numbers."""
     now = engine.engine

@@ -205,3 +205,24 @@ def test_what_hits_would_have_made_of_a_prediction_is_not_told_with_cards() -> N
     assert at_hits_of(catalog, placement, None) == pytest.approx(
         placement.predicted_step_s, rel=0.01
     )
+
+
+def test_what_others_add_up_comes_to_them_first() -> None:
+    """All experts are on the card: it costs two crossings more where the processor adds them up."""
+    loads: list[Load] = []
+    for layer in range(4):
+        loads.append(Load(f"{layer}.router", "router", layer, 1e6, 1e6, is_undivided=True))
+        loads.append(
+            Load(f"{layer}.experts", "experts", layer, 1e6, 1e6, experts=8, top_k=2, is_joined=True)
+        )
+        loads.append(Load(f"{layer}.down", "down", layer, 1e6, 1e6))
+    here = Model("model", tuple(loads), 10_000.0, 0.0, 4096)
+    free = replace(here, loads=tuple(replace(load, is_joined=False) for load in loads))
+    site, away = Site(1.0, 0.0), Site(0.0, 1.0)
+    machine = replace(MACHINE, cards=(replace(MACHINE.cards[0], crossing_s=1e-3),))
+
+    def step_s(model: Model, router: Site) -> float:
+        return World(model, machine).step(Plan("", (router, site, site) * 4), Work()).seconds
+
+    assert step_s(here, site) == pytest.approx(step_s(free, site), rel=0.02)
+    assert step_s(here, away) - step_s(free, away) == pytest.approx(2 * 4 * 1e-3, rel=0.2)

@@ -148,7 +148,7 @@ def _without_last_expert(card: object) -> tuple[int, ...]:
 
 
 def test_experts_that_are_exchanged_are_brought_in_place_of_those_that_come_to_stay() -> None:
-    placement = placed(Site(0.25, 0.75, brought_prefill=1.0), slots=14)
+    placement = placed(Site(0.25, 0.75, brought_prefill=1.0))
     (card,) = placement.cards
     experts = tuple((layer[0], 3) for layer in card.experts)
     after = with_experts(CATALOG, placement, [experts])
@@ -162,6 +162,35 @@ def test_experts_that_are_exchanged_are_brought_in_place_of_those_that_come_to_s
     assert stage is not None
     for phase in ("decode", "prefill"):
         validate(CATALOG, stage, build_programs(CATALOG, stage, phase), phase)
+
+
+def numbers(placement: Placement) -> set[int]:
+    return {n for card in placement.cards for n in card.prefill_sweep if CATALOG.is_expert(n)}
+
+
+@pytest.mark.parametrize("slots", [8, 9, 12])
+def test_what_the_next_plan_brings_has_slots_beside_what_this_one_brings(slots: int) -> None:
+    """Else it would be refused: other experts leave cards, or fewer live there."""
+    placement = placed(Site(0.25, 0.75, brought_prefill=1.0), slots=slots)
+    (card,) = placement.cards
+    most = most_kept(EXPERTS, slots)
+    exchanged = with_experts(CATALOG, placement, [((2, 3), (2, 3))])
+    plan = Plan("", (Site(0.0, 1.0, brought_prefill=1.0),) * len(MODEL.loads))
+    request = Request(ram=AMPLE, lanes=placement.lanes)
+    none_left = place_on_cards(
+        CATALOG, plan, request, QUESTION, expert_slots=slots, before=placement
+    )
+    on_cards = {
+        CATALOG.expert_number(layer, expert)
+        for layer, of_layer in enumerate(card.experts)
+        for expert in of_layer
+    }
+    for after in (exchanged, none_left):
+        for phase in ("decode", "prefill"):
+            validate(CATALOG, after, build_programs(CATALOG, after, phase), phase)
+        assert numbers(after) <= numbers(placement) | on_cards
+        assert len(numbers(after) | numbers(placement)) <= most
+        assert len(numbers(after)) >= len(numbers(placement)) - 4
 
 
 def test_without_such_lanes_nothing_is_brought() -> None:

@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from shadowlane.planner.card_placement import place_on_cards
+from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.hybrid import Model, Plan, Site, Work, chooser, model_of
 from shadowlane.planner.hybrid_changes import follow
 from shadowlane.planner.hybrid_layouts import Question, Spread, layer_split, num_layers, settle
 from shadowlane.planner.hybrid_search import search
+from shadowlane.planner.placement import LaneSpec, Request
+from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.synthetic import mixture_catalog
 
 CARD = Card("card", 4e9, 0.0, 400e9, 40e12, 20e9, 20e9, launch_s=5e-6, crossing_s=50e-6)
@@ -23,6 +27,15 @@ FIRST, SECOND = (1.0, 0.0), (0.0, 1.0)
 def asked(*, cards_route: bool = True, machine: Hardware = TWO) -> Question:
     model = model_of(CATALOG, "mixture", is_ours=True, cards_route=cards_route)
     return Question(model, machine, WORK)
+
+
+def as_files_have_it() -> Catalog:
+    """Gate and up of the shared expert come between a router and its experts."""
+    groups = list(CATALOG.groups)
+    for place, group in enumerate(CATALOG.groups):
+        if group.kind == "experts":
+            groups[place : place + 2] = groups[place + 1], group
+    return replace(CATALOG, groups=tuple(groups))
 
 
 def spread_with(model: Model, **kinds: tuple[float, tuple[float, ...]]) -> Spread:
@@ -66,6 +79,34 @@ def test_a_router_that_would_save_nothing_is_the_processors(
     kinds: dict[str, tuple[float, tuple[float, ...]]],
 ) -> None:
     assert routers(asked(), **kinds) == {0}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "side"),
+    [
+        ({}, 1),
+        ({"experts": (0.5, FIRST)}, 1),
+        ({"experts": (0.5, FIRST), "down": (0.5, FIRST)}, 0),
+        ({"experts": (0.0, FIRST)}, 0),
+        ({"gate_up": (0.5, FIRST)}, 0),
+    ],
+)
+def test_a_shared_expert_may_come_between(
+    kinds: dict[str, tuple[float, tuple[float, ...]]], side: int
+) -> None:
+    """What is planned is what a placement has: the lane of the router adds up."""
+    catalog = as_files_have_it()
+    question = replace(asked(), model=model_of(catalog, "", is_ours=True, cards_route=True))
+    assert routers(question, **kinds) == {side}
+    plan = settle(question, "", spread_with(question.model, **kinds))
+    assert plan is not None
+    lanes = tuple(LaneSpec(lane, 1) for lane in ("cpu:0", "gpu:0", "gpu:1"))
+    placement = place_on_cards(catalog, plan, Request(ram=10**9, lanes=lanes), question)
+    exact = plan_of(catalog, placement, question.model)
+    for index, load in enumerate(question.model.loads):
+        if load.experts:
+            adds_up = placement.shares[load.name][-1].lane
+            assert lanes[chooser(question.model, exact.sites, index)].name == adds_up
 
 
 def test_cards_that_cannot_route_have_no_routers() -> None:
