@@ -2,8 +2,8 @@
 
 A chunk of hundreds of rows goes to nearly all experts of a layer, so each is one item, by one
 worker, and is read at most once, however long the chunk. The rows of each sub-chunk are multiplied
-for themselves, so that no bit depends on how many there are. The last items add up what the experts
-gave, row by row: the processor's, when cards have computed those that live there.
+for themselves, so that no bit depends on how many there are. Of the lane that adds up, the last
+items do so row by row, when the others have computed theirs.
 """
 
 from __future__ import annotations
@@ -375,6 +375,8 @@ def expert_chunk_item(
         waited = 0
     else:  # which it is may only be known once it has arrived
         waited = wait_ready(base, geometry, route, item)
+        if waited < 0:
+            return ABORTED, 0
         expert = int(read_i32(route + geometry[t.ROUTE_ORDER] + 4 * item))
     starts = route + geometry[t.ROUTE_STARTS] + 4 * expert
     begin, end = read_i32(starts), read_i32(starts + 4)
@@ -382,8 +384,8 @@ def expert_chunk_item(
         if is_void or begin == end:
             return DONE, 0
         waited = wait_brought(base, geometry, items[tile, t.EXPERT_ORDINAL], record)
-    if waited < 0:
-        return ABORTED, 0
+        if waited < 0:
+            return ABORTED, 0
     if is_void:
         finish_expert(base, geometry, route, row[t.SPARSE_LAYER], expert)
         return DONE, waited

@@ -32,7 +32,7 @@ from shadowlane.planner.sections import (
     until_each,
 )
 
-RING_PART = 4  # of a card, that a ring may be where experts come
+EXPERT_RING_PART = 4  # of a card, that a ring may be where experts come
 
 
 class Draft:
@@ -410,7 +410,7 @@ def _slot_nbytes(catalog: Catalog, budget: int, comes: bool) -> int:
     ring too large a part of the card.
     """
     expert = catalog.experts.slot_nbytes if catalog.experts and comes else 0
-    if MIN_SLOTS * expert > budget // RING_PART:
+    if MIN_SLOTS * expert > budget // EXPERT_RING_PART:
         return catalog.slot_nbytes
     return max(catalog.slot_nbytes, expert)
 

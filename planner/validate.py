@@ -64,6 +64,11 @@ def _check_cards(catalog: Catalog, placement: Placement) -> None:
             raise InconsistentPrograms(
                 f"{card.lane} holds {card.total_nbytes} bytes; its budget is {card.budget}"
             )
+        if card.num_slots * card.slot_nbytes > card.slots_nbytes:
+            raise InconsistentPrograms(
+                f"{card.lane}: {card.num_slots} slots of {card.slot_nbytes} bytes in room for "
+                f"{card.slots_nbytes}"
+            )
         held = sum(catalog.blocks[index].held_nbytes for index in card.resident)
         if held > card.weights_nbytes:
             raise InconsistentPrograms(

@@ -66,7 +66,8 @@ def test_prompts_have_all_others_brought_and_single_tokens_none() -> None:
 
 def test_the_card_waits_for_what_comes_and_frees_its_slot() -> None:
     placement = placed(Site(0.25, 0.75, brought_prefill=1.0))
-    card = replace(placement.cards[0], num_slots=4, slots_nbytes=4 * placement.slot_nbytes)
+    (card,) = placement.cards
+    card = replace(card, num_slots=4, slots_nbytes=4 * card.slot_nbytes)
     placement = replace(placement, cards=(card,))
     programs = build_programs(CATALOG, placement, "prefill")
     validate(CATALOG, placement, programs, "prefill")
