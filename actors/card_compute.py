@@ -9,7 +9,7 @@ thread waits for the router (a processor's counter, nothing of the card), and re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,12 @@ import torch
 from shadowlane.actors.arena import Arena, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.card_activations import Activations
-from shadowlane.actors.card_program import CardInstruction, CardProgram, LayerExperts
+from shadowlane.actors.card_program import CardInstruction, CardProgram, LayerExperts, Weights
 from shadowlane.actors.cuda.runtime import CardRuntime
 from shadowlane.ops import table as t
 from shadowlane.ops.card.buffers import CardGeometry, StepRows
+from shadowlane.ops.card.experts import CardExpert
 from shadowlane.ops.card.operators import CardOperators
-from shadowlane.ops.card.products import CardBlock
 
 if TYPE_CHECKING:
     from shadowlane.ops.card.kernels_triton import ExpertTable
@@ -113,7 +113,10 @@ class CardComputer:
 
     def may_capture(self, each: CardInstruction) -> bool:
         """Whether the kernels of a step without a chunk are the same in each step."""
-        if each.brought or (each.experts is not None and not each.experts.is_aligned):
+        experts = each.experts
+        if each.brought:
+            return False
+        if experts is not None and (experts.brought or not experts.is_aligned):
             return False
         return self.operators.reads_device_alone(each.group)
 
@@ -126,7 +129,7 @@ class CardComputer:
         self,
         placement_id: int,
         each: CardInstruction,
-        blocks: Sequence[CardBlock],
+        weights: Weights,
         rows: StepRows,
         choice: np.ndarray | None = None,
     ) -> None:
@@ -134,30 +137,35 @@ class CardComputer:
         operators, activations = self.operators, self._activations
         activations.fetch(operators, each.group, each.crossings.fetched, rows)
         if each.experts is None:
-            operators.compute(each.group, each.first_unit, each.last_unit, blocks, rows)
+            operators.compute(each.group, each.first_unit, each.last_unit, weights.blocks, rows)
         else:
-            activations.fetch_choice(operators, each.experts.layer, rows)
+            is_first = each.experts.is_first
+            if is_first:  # others of the layer's find there what it has left
+                activations.fetch_choice(operators, each.experts.layer, rows)
             outputs = activations.expert_outputs(operators)
-            self._experts(placement_id, each, rows, choice, outputs)
+            self._experts(placement_id, each, weights, rows, choice, outputs, not is_first)
         activations.leave(operators, each.group, each.crossings.left, rows)
 
     def _is_in_place(self, experts: LayerExperts, rows: StepRows) -> bool:
-        is_told = rows.num_prefill > 0 or not experts.is_aligned
+        is_told = rows.num_prefill > 0 or not experts.is_aligned or bool(experts.brought)
         return self.operators.products.uses_triton and not is_told
 
     def _experts(
         self,
         placement_id: int,
         each: CardInstruction,
+        weights: Weights,
         rows: StepRows,
         choice: np.ndarray | None,
         outputs: tuple[torch.Tensor, torch.Tensor] | None,
+        is_sorted: bool = False,
     ) -> None:
         experts = each.experts
         assert experts is not None
         if not self._is_in_place(experts, rows):
             assert choice is not None, "the host must know what was chosen"
-            self.operators.experts(each.group, experts.resident, choice, rows, outputs)
+            found = weights.experts
+            self.operators.experts(each.group, found, choice, rows, outputs, is_sorted)
             return
         table = self._table(placement_id, experts)
         self.operators.experts_in_place(
@@ -177,14 +185,14 @@ class CardComputer:
         placement_id: int,
         program: CardProgram,
         rows: StepRows,
-        brought: Callable[[CardInstruction], Iterable[CardBlock]],
+        weights_of: Callable[[CardInstruction], Weights],
     ) -> None:
         """Start every kernel of a program once, with nothing fetched or left.
 
         What kernels take of the allocator's memory is there afterwards, and they are loaded: in a
         step both could wait for the card, and the card for us. Keys and values go to the spare
-        page, and the rest is overwritten before it is read. brought: anything in place of the
-        blocks that an instruction is brought.
+        page, and the rest is overwritten before it is read. weights_of: with anything in place of
+        what an instruction is brought.
         """
         operators = self.operators
         geometry, count = operators.geometry, rows.num_rows
@@ -195,18 +203,19 @@ class CardComputer:
         operators.inputs.write([0] * count, at, [0] * count, logit_rows, {0: spare})
         operators.begin(rows)
         for each in program.instructions:
+            weights = weights_of(each)
             if each.experts is None:
-                blocks = [*each.resident, *brought(each)]
-                operators.compute(each.group, each.first_unit, each.last_unit, blocks, rows)
+                units = each.first_unit, each.last_unit
+                operators.compute(each.group, *units, weights.blocks, rows)
                 continue
-            choice = self._choose(each.experts, rows)
-            self._experts(placement_id, each, rows, choice, None)
+            choice = self._choose(weights.experts, rows)
+            self._experts(placement_id, each, weights, rows, choice, None)
 
-    def _choose(self, experts: LayerExperts, rows: StepRows) -> np.ndarray:
+    def _choose(self, experts: Mapping[int, CardExpert], rows: StepRows) -> np.ndarray:
         """As many rows for experts that are here as there may be."""
         ids = self.operators.buffers.route_ids
         choice = np.zeros((rows.num_rows, ids.shape[1]), np.int32)
-        for rank, expert in zip(range(ids.shape[1]), experts.resident, strict=False):
+        for rank, expert in zip(range(ids.shape[1]), experts, strict=False):
             choice[:, rank] = expert
         for rank in range(ids.shape[1]):
             ids[: rows.num_rows, rank].fill_(int(choice[0, rank]))

@@ -1,12 +1,13 @@
 """A card's program for one phase of one placement, with everything decided that a step leaves open.
 
-Blocks that live on the card are views of its memory; of those that are brought only the place in
-the sweep is known, since the slot follows from the step. What crosses is in `exchange.py`.
+Blocks and experts that live on the card are views of its memory; of those that are brought only the
+place in the sweep is known, since the slot follows from the step (`card_slots.py`). What crosses is
+in `exchange.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ from shadowlane.ops.dots import DIRECT_LAYOUTS
 from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.planner.placement import CardPart, Placement
 from shadowlane.planner.profile import Phase
-from shadowlane.planner.program import ComputeInstruction, Program, Read
+from shadowlane.planner.program import ComputeInstruction, Program, Read, units_of_experts
 
 ELEMENT_NBYTES = {name: LAYOUTS[name].block_nbytes for name in DIRECT_LAYOUTS}
 NOT_HERE = -1  # in a table of experts
@@ -40,13 +41,23 @@ class CounterWait:
 
 @dataclass(frozen=True, slots=True)
 class LayerExperts:
-    """The experts of one layer that live on the card."""
+    """Experts of one layer: those that live on the card, or some of those that come for prompts."""
 
     layer: int  # counted among those that have experts
+    is_first: bool  # of the instructions that this card has for the layer's
     resident: Mapping[int, CardExpert]
+    brought: tuple[tuple[int, int], ...]  # (expert, its place in the sweep)
     layouts: tuple[str, str, str]  # of gate, up and down
     is_aligned: bool  # direct layouts lie at multiples of their elements' size
     chosen: CounterWait  # when the layer's router has chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What an instruction multiplies by in one step, wherever on the card it lies."""
+
+    blocks: Sequence[CardBlock]
+    experts: Mapping[int, CardExpert]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +85,10 @@ class _Card:
 
     blueprint: Blueprint
     placement: Placement
+    phase: Phase
     part: CardPart
     homes: Mapping[int, int]
+    places: Mapping[int, int]  # in the sweep, of what comes
     memory: torch.Tensor
 
     def block(self, block: int) -> CardBlock:
@@ -95,16 +108,15 @@ def compile_program(
     """programs: of all lanes. homes: where on the card each block lies, and behind all blocks each
     routed expert. memory: all of the card's.
 
-    Raises ValueError for a block that is neither there nor brought, and for what cards do not
-    compute: routers, sums of experts, and rows of an embedding that is in RAM.
+    Raises ValueError for a block or an expert that is neither there nor brought, and for what cards
+    do not compute: routers, sums of experts, and rows of an embedding that is in RAM.
     """
     number = layout.card_of(placement.number_of(lane))
     assert number is not None, "only cards have such programs"
-    card = _Card(blueprint, placement, placement.cards[number], homes, memory)
     stream = placement.stream_of(lane, phase)
     places = {block: place for place, block in enumerate(stream.sweep)}
-    if any(map(blueprint.catalog.is_expert, places)):
-        raise ValueError(f"routed experts must live on {lane} or stay in RAM; some are brought")
+    part = placement.cards[number]
+    card = _Card(blueprint, placement, phase, part, homes, places, memory)
     crossing = crossings(blueprint.config, blueprint.groups, programs, lane)
     awaited = _awaited(programs, lane)
     catalog = {group.name: group for group in blueprint.catalog.groups}
@@ -143,7 +155,7 @@ def compile_program(
         ]
         experts = None
         if group.kind == "experts":
-            experts = _experts(card, programs, each.group)
+            experts = _experts(card, programs, each, is_first=found[-1].group != each.group)
         if group.kind == "embed":
             resident = _embedding(card, lane)
             if not resident:
@@ -186,7 +198,8 @@ def expert_places(blueprint: Blueprint, part: CardPart, homes: Mapping[int, int]
     places = np.full((experts.num_layers, experts.per_layer, 3), NOT_HERE, np.int64)
     for layer in range(experts.num_layers):
         for expert in part.experts_of(layer):
-            places[layer, expert] = _places_of(blueprint, layer, expert, homes)
+            home = homes[blueprint.expert_number(layer, expert)]
+            places[layer, expert] = _places_of(blueprint, layer, expert, home)
     return places
 
 
@@ -205,41 +218,65 @@ def _awaited(programs: Mapping[str, Program], lane: str) -> set[int]:
     return found
 
 
-def _places_of(
-    blueprint: Blueprint, layer: int, expert: int, homes: Mapping[int, int]
-) -> tuple[int, ...]:
+def expert_at(
+    blueprint: Blueprint, layer: int, expert: int, memory: torch.Tensor, home: int
+) -> CardExpert:
+    """An expert that lies as in a slot of RAM, from `home` of the card's memory on."""
+    assert blueprint.experts is not None
+    formats = blueprint.experts.formats[layer]
+    places = _places_of(blueprint, layer, expert, home)
+    gate, up, down = (
+        CardBlock(each.layout, memory[at : at + each.rows * each.row_nbytes], each.rows)
+        for each, at in zip(formats, places, strict=True)
+    )
+    return CardExpert(gate, up, down)
+
+
+def _places_of(blueprint: Blueprint, layer: int, expert: int, home: int) -> tuple[int, ...]:
     assert blueprint.experts is not None
     source = blueprint.experts.sources[layer * blueprint.experts.catalog.per_layer + expert]
-    home = homes[blueprint.expert_number(layer, expert)]
     return tuple(home + place for place in source.places)
 
 
-def _experts(card: _Card, programs: Mapping[str, Program], group: str) -> LayerExperts:
-    blueprint = card.blueprint
+def _experts(
+    card: _Card, programs: Mapping[str, Program], each: ComputeInstruction, *, is_first: bool
+) -> LayerExperts:
+    """Those of an instruction. Raises ValueError for one that is neither there nor brought."""
+    blueprint, lane = card.blueprint, card.part.lane
     assert blueprint.experts is not None
-    layer = [each.name for each in blueprint.catalog.sparse_groups].index(group)
+    layer = [one.name for one in blueprint.catalog.sparse_groups].index(each.group)
     formats = blueprint.experts.formats[layer]
     resident: dict[int, CardExpert] = {}
+    brought: list[tuple[int, int]] = []
     is_aligned = True
-    for expert in card.part.experts_of(layer):
-        places = _places_of(blueprint, layer, expert, card.homes)
-        matrices = [
-            CardBlock(each.layout, card.memory[at : at + each.rows * each.row_nbytes], each.rows)
-            for each, at in zip(formats, places, strict=True)
-        ]
-        is_aligned &= all(
-            at % ELEMENT_NBYTES.get(each.layout, 1) == 0
-            for each, at in zip(formats, places, strict=True)
-        )
-        resident[expert] = CardExpert(*matrices)
-    lane, rel = next(
-        (lane, number + 1)
-        for lane, number, each in _instructions(programs)
-        if each.group == group.replace("experts", "router")
+    units = units_of_experts(blueprint.catalog, card.placement, card.phase, lane, layer)
+    for number, unit in units.items():
+        if not each.first_unit <= unit < each.last_unit:
+            continue
+        expert = number - blueprint.expert_number(layer, 0)
+        if number in card.homes:
+            home = card.homes[number]
+            is_aligned &= all(
+                at % ELEMENT_NBYTES.get(one.layout, 1) == 0
+                for one, at in zip(
+                    formats, _places_of(blueprint, layer, expert, home), strict=True
+                )
+            )
+            resident[expert] = expert_at(blueprint, layer, expert, card.memory, home)
+        elif number in card.places:
+            brought.append((expert, card.places[number]))
+        else:
+            raise ValueError(f"expert {expert} of {each.group} is neither on {lane} nor brought")
+    chooser, rel = next(
+        (name, number + 1)
+        for name, number, one in _instructions(programs)
+        if one.group == each.group.replace("experts", "router")
     )
-    gate, up, down = (each.layout for each in formats)
-    chosen = _wait_for(card.placement, lane, rel)
-    return LayerExperts(layer, resident, (gate, up, down), is_aligned, chosen)
+    gate, up, down = (one.layout for one in formats)
+    chosen = _wait_for(card.placement, chooser, rel)
+    return LayerExperts(
+        layer, is_first, resident, tuple(brought), (gate, up, down), is_aligned, chosen
+    )
 
 
 def _instructions(

@@ -170,17 +170,19 @@ class CardOperators:
         ids: np.ndarray,
         rows: StepRows,
         outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
+        is_sorted: bool = False,
     ) -> None:
         """The resident experts of a layer for the rows that chose them: ids, [rows, top_k].
 
         Leaves the output row of each of their pairs in `expert_output` (of a chunk's rows, in
-        `expert_output_chunk`) or in what is given in their place, and touches no other.
+        `expert_output_chunk`) or in what is given in their place, and touches no other. is_sorted:
+        the call before was for other experts of the same layer, and for the same rows.
         """
         assert self._experts is not None
         group = self.groups[name]
         inputs = self._inputs(group, rows)
         biases = self._expert_biases(group)
-        self._experts.compute(inputs, resident, ids, rows, biases, outputs)
+        self._experts.compute(inputs, resident, ids, rows, biases, outputs, is_sorted)
 
     def experts_in_place(
         self, name: str, table: ExpertTable, rows: StepRows, output: torch.Tensor | None = None

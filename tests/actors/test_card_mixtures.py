@@ -17,23 +17,26 @@ from cards import OPTIONS, cut_points, drawn, machine_with, on_cards
 from fake_card import FakeRuntime, fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running
 from mixture_files import write_published_gpt_oss
-from test_experts_run import MANY
+from test_experts_run import MANY, read_nbytes
 from tiny import tiny_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shadowlane.actors import card_lane
+from shadowlane.actors import disk_lane as disk
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.card_activations import Activations
 from shadowlane.actors.card_compute import CardComputer
 from shadowlane.actors.card_graphs import cut_segments
 from shadowlane.actors.card_lane import CardLane
 from shadowlane.actors.card_program import CardInstruction, CounterWait
+from shadowlane.actors.cuda.driver import Direction
 from shadowlane.actors.exchange import Crossings
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.placement import Placement, Request, Share, expert_shares
 from shadowlane.planner.search import SPARE_EXPERTS
+from shadowlane.planner.stages import with_experts
 
 PROMPT = tiny_tokens(41)
 TOLERANCE = 3e-4  # float32, in another order of addition
@@ -81,6 +84,52 @@ def test_any_experts_on_cards_give_the_same_tokens(
             assert bool(use.on_cards) == bool(placement.experts_on_cards)
 
 
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_are_brought_for_prompts_give_the_same_tokens(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+    cards: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Out of their slots in RAM, through rings that are smaller than a layer's experts."""
+    if family == "published":
+        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
+    else:
+        model = tiny_model(family)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens, logits = engine.generate(PROMPT, 8), engine.logits(PROMPT)
+    tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE
+    brought: set[int] = set()
+    for seed, slots in ((0, None), (4, few_slots(model) + 2)):
+        first = drawn(seed, cards, slots, brings=True)
+        with fake_cards(monkeypatch, cards), on_cards(model, first, cards) as engine:
+            for _ in range(2):
+                assert engine.generate(PROMPT, 8) == tokens or family == "published"
+            assert np.abs(engine.logits(PROMPT) - logits).max() <= tolerance
+            brought |= set(computed_out_of_slots(engine))
+    assert brought
+
+
+def computed_out_of_slots(engine: InProcess) -> list[int]:
+    """The experts, by their numbers, that cards compute in prompts and that live on none."""
+    now = engine.engine
+    found = []
+    for card, part in enumerate(now.placement.cards):
+        programs = lane_of(engine, card)._programs
+        numbers = [
+            now.blueprint.expert_number(each.experts.layer, expert)
+            for each in programs[now.placement.placement_id, "prefill"].instructions
+            if each.experts is not None
+            for expert, _ in each.experts.brought
+        ]
+        first = len(now.blueprint.sources)
+        assert numbers == [number for number in part.prefill_sweep if number >= first]
+        found += numbers
+    return found
+
+
 def test_requests_that_share_steps(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,10 +139,10 @@ def test_requests_that_share_steps(
     prompts = [tiny_tokens(20 + 17 * number)[number:] for number in range(3)]
     with running(model, options=options, cores=ONE_THREAD) as engine:
         alone = [engine.generate(prompt, 10) for prompt in prompts]
-    first = drawn(5, 2, few_slots(model))
-    with fake_cards(monkeypatch, 2), on_cards(model, first, 2, options=options) as engine:
-        together = [engine.submit(prompt, 10) for prompt in prompts]
-        assert [collect(sequence) for sequence in together] == alone
+    for first in (drawn(5, 2, few_slots(model)), drawn(6, 2, brings=True)):
+        with fake_cards(monkeypatch, 2), on_cards(model, first, 2, options=options) as engine:
+            together = [engine.submit(prompt, 10) for prompt in prompts]
+            assert [collect(sequence) for sequence in together] == alone
 
 
 @needs_interpreter
@@ -193,6 +242,51 @@ def test_moving_experts_while_tokens_are_made(
         )
         kinds = lane_of(engine)._graphs._graphs  # type: ignore[union-attr]
         assert {kind.placement_id for kind in kinds} == {3}, "graphs go with their placement"
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_experts_come_out_of_ram_and_go_back_to_be_brought(
+    tiny_model: Callable[..., Path], is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read after the start, where RAM has a slot for each; through staging, too."""
+    model = tiny_model(MANY)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens = engine.generate(PROMPT, 12)
+    limits: dict[str, Any] = {} if is_pinned else {"pin_limit": 48 << 20}
+    first = drawn(1, 1, brings=True)
+    with fake_cards(monkeypatch, **limits) as (driver,), on_cards(model, first) as engine:
+        planner, now = engine.planner, engine.engine
+        assert planner is not None
+        assert (lane_of(engine).access.staging is None) == is_pinned
+        assert engine.generate(PROMPT, 12) == tokens
+        loaded = int(now.gauges.disk_statistics()[disk.LOAD_NBYTES])
+        there = now.placement
+        for turn in range(1, 4):  # there and back
+            again = exchanged(now.blueprint.catalog, there) if turn % 2 else there
+            assert turn % 2 == 0 or again.cards[0].experts != there.cards[0].experts
+            planner.script.append((6 * turn, replace(again, placement_id=turn)))
+        for _ in range(50):
+            assert engine.generate(PROMPT, 12) == tokens
+            if len(planner.announced) == 4:
+                break
+        assert [placement for placement, _ in planner.announced] == [0, 1, 2, 3]
+        assert engine.generate(PROMPT, 12) == tokens
+        assert computed_out_of_slots(engine)
+        assert int(now.gauges.disk_statistics()[disk.LOAD_NBYTES]) == loaded
+        assert read_nbytes(engine) == 0
+        copies = [about for name, about in driver.calls if name == "copy"]
+        assert any(Direction.D2H in about for about in copies)
+
+
+def exchanged(catalog: Catalog, placement: Placement) -> Placement:
+    """In each layer the first that is brought lives on the card, in place of one that did."""
+    (part,) = placement.cards
+    brought = catalog.experts_in(part.prefill_sweep)
+    experts = tuple(
+        (come[0], *held[1:]) if come and held else held
+        for come, held in zip(brought, part.experts, strict=True)
+    )
+    return with_experts(catalog, placement, [experts])
 
 
 def test_the_planner_fills_a_card_with_experts(
