@@ -258,9 +258,7 @@ def _experts(
             home = card.homes[number]
             is_aligned &= all(
                 at % ELEMENT_NBYTES.get(one.layout, 1) == 0
-                for one, at in zip(
-                    formats, _places_of(blueprint, layer, expert, home), strict=True
-                )
+                for one, at in zip(formats, _places_of(blueprint, layer, expert, home), strict=True)
             )
             resident[expert] = expert_at(blueprint, layer, expert, card.memory, home)
         elif number in card.places:

@@ -596,9 +596,7 @@ class Crew:
             copies = [(block, at, targets[block]) for block, at in parcel.items()]
             yield link.call("move", copies), sum(sizes[block] for block in parcel)
 
-    def _landings(
-        self, blocks: Iterable[int], held: Mapping[int, int]
-    ) -> Iterator[dict[int, int]]:
+    def _landings(self, blocks: Iterable[int], held: Mapping[int, int]) -> Iterator[dict[int, int]]:
         """Blocks with the arena offsets they are copied from: in RAM, or in the landing place."""
         start, end = self._layout.landing, self._layout.landing + self._layout.landing_nbytes
         sizes = self._blueprint.held_nbytes

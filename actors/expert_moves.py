@@ -26,9 +26,9 @@ class ExpertMoves:
     def begin(
         disk: Remote, first: int, coming: Sequence[int], leaving: Mapping[int, tuple[Remote, int]]
     ) -> tuple[ExpertMoves, list[Pending]]:
-        """leaving: of each its card's link, and where on the card it is. Returns the copies that are on their way.
+        """leaving: of each its card's link, and where on the card it is.
 
-        Raises LaneDied.
+        Returns the copies that are on their way. Raises LaneDied.
         """
         moves = ExpertMoves(first, leaving=tuple(leaving))
         pending: list[Pending] = []

@@ -45,9 +45,7 @@ class Copies(Protocol):
         """Copy for the sweep, then count: the link's counter is `count` when it has arrived."""
         ...
 
-    def move(
-        self, block: int, nbytes: int, source: int, target: int, way: Way = "h2d"
-    ) -> None:
+    def move(self, block: int, nbytes: int, source: int, target: int, way: Way = "h2d") -> None:
         """Copy beside the sweep; returns when all is there. Raises ValueError at an abort, or where
         it cannot be done."""
         ...
@@ -85,9 +83,7 @@ class EmulatedCopies:
         counter = self._layout.counter(LINK_COUNTER + self._card)
         publish(self._arena.base + counter, count)
 
-    def move(
-        self, block: int, nbytes: int, source: int, target: int, way: Way = "h2d"
-    ) -> None:
+    def move(self, block: int, nbytes: int, source: int, target: int, way: Way = "h2d") -> None:
         """One that is in its place already (from = to) takes the time of its copy alone: the disk
         lane has written it there, where on a machine with a card it would have gone through RAM.
         """
@@ -151,9 +147,7 @@ class CardCopies:
             self._copier.copy(source, target, nbytes, counter, count, about=(step, block))
             self._copier.look()
 
-    def move(
-        self, block: int, nbytes: int, source: int, target: int, way: Way = "h2d"
-    ) -> None:
+    def move(self, block: int, nbytes: int, source: int, target: int, way: Way = "h2d") -> None:
         try:
             self._move(block, nbytes, source, target, way)
         except (CopyError, CudaError) as error:

@@ -315,6 +315,7 @@ def test_the_planner_fills_a_card_with_experts(
         (card,) = engine.engine.placement.cards
         assert card.num_experts >= experts.total // 3
         assert card.total_nbytes <= memory
+        assert computed_out_of_slots(engine), "those that have no room are brought for prompts"
         assert engine.generate(PROMPT, 12) == tokens
         assert engine.engine.gauges.expert_use().on_cards > 0
 
