@@ -235,7 +235,8 @@ class CardLane:
                 for each, home in heads.items():
                     operators.cache.hold_in(*each, self._home_of(each, home))
             places = expert_places(self._blueprint, placement.cards[self.card], homes)
-            self._computer.tables.hold(placement.placement_id, places)
+            both = [compiled["decode"], compiled["prefill"]]
+            self._computer.tables.hold(placement.placement_id, places, both)
             if is_first:
                 work = (self._computer, placement.placement_id, compiled)
                 self._thread.submit(self._warm_up, *work).result()
@@ -469,15 +470,16 @@ class CardLane:
             last = program.instructions[at - 1]
             self._times.end(number, last.group, is_last=at == len(program.instructions))
             if last.is_awaited:
-                self._stream.write_counter(self._address(self.number), base + at)
+                self._stream.write_counter(self._address(self.number), base + last.retired)
 
     def _start_one(self, computer: CardComputer, each: CardInstruction, step: CardStep) -> bool:
         """Start the kernels of an instruction. False: aborted."""
         choice = None
-        if each.experts is not None and computer.needs_choice(each, step.rows):
-            if not self._wait_here(each.experts.chosen, step):
+        if (needed := computer.needs_choice(each, step.rows)) is not None:
+            layer, chosen = needed
+            if not self._wait_here(chosen, step):
                 return False
-            choice = self._activations.choice(each.experts.layer, step.rows.num_rows)
+            choice = self._activations.choice(layer, step.rows.num_rows)
         weights = self._weights_of(each, int(step.header[t.LINK_BASE + self.card]))
         work = (step.placement_id, each, weights, step.rows, choice)
         self._start(partial(computer.compute, *work))

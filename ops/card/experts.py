@@ -150,6 +150,30 @@ class Experts:
                 found = found + biases.down[expert]
             outputs[pairs] = found.to(outputs.dtype)
 
+    def take(
+        self,
+        here: torch.Tensor,
+        num_others: Sequence[int],
+        rows: StepRows,
+        outputs: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """The rows of pairs whose experts others compute, into `expert_output` and its like.
+
+        here: bool [experts] on the device, those that are computed here; num_others: pairs of
+        others in each sub-chunk. outputs: where all leave the rows of theirs, of decode rows, and
+        of a chunk's. Of decode rows all cross, so that nobody has to count them.
+        """
+        buffers, top_k, decode = self._buffers, self._moe.top_k, rows.num_decode
+        few, many = outputs
+        if decode:
+            is_here = here[buffers.route_ids[:decode]].flatten()[:, None]
+            ours = buffers.expert_output[: decode * top_k]
+            torch.where(is_here, ours, few[: decode * top_k], out=ours)
+        for (first, last), count in zip(rows.subchunks(), num_others, strict=True):
+            is_here = here[buffers.route_ids[decode + first : decode + last]].flatten()
+            pairs = is_here.to(torch.uint8).argsort(stable=True)[:count] + first * top_k
+            buffers.expert_output_chunk[pairs] = many[pairs]
+
     def add(self, rows: StepRows) -> None:
         """Add the experts' outputs of all rows to the residual stream, by rank."""
         buffers, top_k, decode = self._buffers, self._moe.top_k, rows.num_decode

@@ -216,6 +216,17 @@ class CardOperators:
         if output is not None:  # rows whole, where the kernels above write a few numbers at a time
             leave_experts(table, ids, buffers.expert_output, output)
 
+    def take_experts(
+        self,
+        here: torch.Tensor,
+        num_others: Sequence[int],
+        rows: StepRows,
+        outputs: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """What others have computed of a layer's experts, to be added up; see `Experts.take`."""
+        assert self._experts is not None
+        self._experts.take(here, num_others, rows, outputs)
+
     def add_experts(self, rows: StepRows) -> None:
         """Add all pairs' outputs to the residual stream, in the router's order."""
         assert self._experts is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +34,7 @@ from shadowlane.actors.cuda.driver import Direction
 from shadowlane.actors.exchange import Crossings
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.placement import Placement, Request, Share, expert_shares
+from shadowlane.planner.placement import Placement, Request, Share
 from shadowlane.planner.search import SPARE_EXPERTS
 from shadowlane.planner.stages import with_experts
 
@@ -110,6 +110,71 @@ def test_experts_that_are_brought_for_prompts_give_the_same_tokens(
             assert np.abs(engine.logits(PROMPT) - logits).max() <= tolerance
             brought |= set(computed_out_of_slots(engine))
     assert brought
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_card_may_add_up_what_experts_give(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+    cards: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it has computed stays there; what processors and other cards have comes over."""
+    if family == "published":
+        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
+    else:
+        model = tiny_model(family)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens, logits = engine.generate(PROMPT, 8), engine.logits(PROMPT)
+    tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE
+    num_sums = 0
+    for seed, slots in ((1, None), (4, few_slots(model) + 2)):
+        first = drawn(seed, cards, slots, brings=seed == 1, sums=True)
+        with fake_cards(monkeypatch, cards), on_cards(model, first, cards) as engine:
+            for _ in range(2):
+                assert engine.generate(PROMPT, 8) == tokens or family == "published"
+            assert np.abs(engine.logits(PROMPT) - logits).max() <= tolerance
+            for card in range(cards):
+                for program in lane_of(engine, card)._programs.values():
+                    num_sums += sum(each.sum is not None for each in program.instructions)
+    assert num_sums
+
+
+def test_a_card_that_computes_experts_alone(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be the first thing in its program."""
+    model = tiny_model(MANY)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens = engine.generate(PROMPT, 8)
+
+    def first(catalog: Catalog, request: Request) -> Placement:
+        placement = drawn(1, 1, brings=True, sums=True)(catalog, request)
+        (part,) = placement.cards
+        experts = tuple(number for number in part.prefill_sweep if catalog.is_expert(number))
+        part = replace(part, resident=(), decode_sweep=(), prefill_sweep=experts, kv_nbytes=0)
+
+        def ours(shares: Mapping[str, tuple[Share, ...]]) -> dict[str, tuple[Share, ...]]:
+            return {
+                group.name: shares[group.name]
+                if group.kind == "experts"
+                else (Share("cpu:0", 0, group.units),)
+                for group in catalog.groups
+            }
+
+        return replace(
+            placement,
+            resident=(True,) * len(placement.resident),
+            shares=ours(placement.shares),
+            prefill_shares=ours(placement.shares_of("prefill")),
+            cards=(part,),
+        )
+
+    with fake_cards(monkeypatch), on_cards(model, first) as engine:
+        assert engine.generate(PROMPT, 8) == tokens
+        assert computed_out_of_slots(engine)
 
 
 def computed_out_of_slots(engine: InProcess) -> list[int]:
@@ -350,32 +415,26 @@ def test_embeddings_on_a_card(
         assert bool(embed.resident) == (cards == 1)
 
 
-@pytest.mark.parametrize(("seed", "words"), [(0, "computes no router"), (1, "adds up no experts")])
-def test_what_only_emulated_cards_compute_is_refused(
-    tiny_model: Callable[..., Path], seed: int, words: str, monkeypatch: pytest.MonkeyPatch
+def test_a_router_is_refused(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Only emulated cards compute any."""
     model = tiny_model("mixtral")
 
     def first(catalog: Catalog, request: Request) -> Placement:
         assert not request.cards_route
         placement = drawn(2, 1)(catalog, request)
-        name = catalog.sparse_groups[0].name
-        if seed:
-            count = len(placement.cards[0].experts_of(0))
-            units = catalog.group(name).units
-            share = expert_shares({"gpu:0": count}, "cpu:0", units, "gpu:0")
-        else:
-            name = name.replace("experts", "router")
-            share = (Share("gpu:0", 0, catalog.group(name).units),)
+        name = catalog.sparse_groups[0].name.replace("experts", "router")
+        share = {name: (Share("gpu:0", 0, catalog.group(name).units),)}
         return replace(
             placement,
-            shares={**placement.shares, name: share},
-            prefill_shares={**(placement.prefill_shares or placement.shares), name: share},
+            shares={**placement.shares, **share},
+            prefill_shares={**(placement.prefill_shares or placement.shares), **share},
         )
 
     with (
         fake_cards(monkeypatch),
-        pytest.raises(ValueError, match=words),
+        pytest.raises(ValueError, match="computes no router"),
         on_cards(model, first),
     ):
         pass
@@ -494,17 +553,18 @@ def test_kernels_of_steps_ask_for_no_more_memory_than_at_the_start(
 
 
 def test_pieces_end_where_somebody_waits() -> None:
-    def instruction(group: str, waits: int = 0, is_awaited: bool = False) -> CardInstruction:
+    def instruction(group: str, num_waits: int = 0, is_awaited: bool = False) -> CardInstruction:
         wait = CounterWait(0, 0, 1)
-        return CardInstruction(group, 0, 1, (wait,) * waits, Crossings((), ()), (), (), is_awaited)
+        waits = (wait,) * num_waits
+        return CardInstruction(group, 0, 1, waits, Crossings((), ()), (), (), 0, is_awaited)
 
     program = [
-        instruction("a", waits=1),
+        instruction("a", 1),
         instruction("b"),
         instruction("c", is_awaited=True),
         instruction("eager"),
         instruction("d"),
-        instruction("e", waits=1),
+        instruction("e", 1),
         instruction("f", is_awaited=True),
         instruction("g"),
     ]
