@@ -211,8 +211,9 @@ def test_requests_that_share_steps(
 
 
 @needs_interpreter
+@pytest.mark.parametrize("has_more", [False, True])
 def test_experts_that_are_found_on_the_card(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., Path], has_more: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton's kernels look up what was chosen, from captured pieces too; the host never knows."""
     model = tiny_model("mixtral", num_hidden_layers=2)
@@ -229,7 +230,8 @@ def test_experts_that_are_found_on_the_card(
         return choice(self, layer, count)
 
     monkeypatch.setattr(Activations, "choice", noted)
-    first = drawn(0, 1, few_slots(model))
+    slots = None if has_more else few_slots(model)  # more: brought for the prompt, and added up
+    first = drawn(0, 1, slots, brings=has_more, sums=has_more)
     with fake_cards(monkeypatch), on_cards(model, first) as engine:
         assert engine.generate(prompt, 6) == tokens
         lane, placement = lane_of(engine), engine.engine.placement
@@ -522,9 +524,16 @@ class Sizes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "mistral-window"])
+@pytest.mark.parametrize(
+    ("family", "seed", "has_more"),
+    [("gpt-oss", 2, False), ("gpt-oss", 1, True), ("mistral-window", 2, False)],
+)
 def test_kernels_of_steps_ask_for_no_more_memory_than_at_the_start(
-    tiny_model: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., Path],
+    family: str,
+    seed: int,
+    has_more: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So what the allocator was left with serves them, and it need not ask a driver that waits."""
     sizes = {name: Sizes() for name in ("warm_up", "begin", "compute")}
@@ -542,7 +551,8 @@ def test_kernels_of_steps_ask_for_no_more_memory_than_at_the_start(
         watch(name)
     model = tiny_model(family)
     options = Options(context=64, prefill_chunk=24)
-    with fake_cards(monkeypatch), on_cards(model, drawn(2, 1), options=options) as engine:
+    first = drawn(seed, 1, brings=has_more, sums=has_more)
+    with fake_cards(monkeypatch), on_cards(model, first, options=options) as engine:
         before = dict(sizes["warm_up"].largest)
         assert len(engine.generate(PROMPT, 64 - len(PROMPT))) == 64 - len(PROMPT)
     assert sizes["warm_up"].largest == before
