@@ -115,11 +115,19 @@ class Activations:
 
     def fetch_choice(self, operators: CardOperators, layer: int, rows: StepRows) -> None:
         """What the router of a layer has chosen, into `route_ids`. layer: of those with experts."""
-        start, _, top_k = self._choice(layer)
-        count = rows.num_rows
-        nbytes = 4 * count * top_k
-        theirs = self._shared["routes"][start : start + nbytes].view(torch.int32)
-        operators.buffers.route_ids[:count].copy_(theirs.view(count, top_k))  # to another type
+        theirs = self._route(layer, "ids", rows.num_rows)
+        operators.buffers.route_ids[: rows.num_rows].copy_(theirs)  # to another type
+
+    def fetch_weights(self, operators: CardOperators, layer: int, rows: StepRows) -> None:
+        """How much the chosen of a layer count, into `route_weights`."""
+        ours = operators.buffers.route_weights[: rows.num_rows]
+        _copy(ours.view(torch.int32), self._route(layer, "weights", rows.num_rows))
+
+    def _route(self, layer: int, field: str, count: int) -> torch.Tensor:
+        """A field of a layer's route for so many rows, int32 [count, top_k]; floats as they lie."""
+        start, _, top_k = self._choice(layer, field)
+        data = self._shared["routes"][start : start + 4 * count * top_k]
+        return data.view(torch.int32).view(count, top_k)
 
     def expert_outputs(self, operators: CardOperators) -> tuple[torch.Tensor, torch.Tensor]:
         """Where rows of pairs go: of decode rows, float32, and of a chunk's, compute type."""
@@ -140,11 +148,11 @@ class Activations:
         start, scratch, top_k = self._choice(layer)
         return self._arena.view(scratch + start, np.int32, count, top_k).copy()
 
-    def _choice(self, layer: int) -> tuple[int, int, int]:
+    def _choice(self, layer: int, field: str = "ids") -> tuple[int, int, int]:
         moe = self._blueprint.config.moe
         assert moe is not None, "only mixtures have routes"
         offsets = route_layout(self._blueprint.config, self._layout.step_rows)
-        start = layer * self._layout.route_nbytes + offsets["ids"]
+        start = layer * self._layout.route_nbytes + offsets[field]
         return start, self._layout.scratch["routes"], moe.top_k
 
     # -- inside

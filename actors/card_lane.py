@@ -43,11 +43,12 @@ from shadowlane.actors.card_program import (
     CardInstruction,
     CardProgram,
     CounterWait,
-    block_at,
+    Weights,
     compile_program,
     expert_places,
 )
 from shadowlane.actors.card_record import CardStep, read_step
+from shadowlane.actors.card_slots import CardSlots
 from shadowlane.actors.copier import StreamCopier
 from shadowlane.actors.copy_ring import CopyRing, CopyThread
 from shadowlane.actors.cuda.bells import Bells
@@ -63,7 +64,6 @@ from shadowlane.ops import table as t
 from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, counter_value, wait_counter
 from shadowlane.ops.card.buffers import StepRows
 from shadowlane.ops.card.cache import KvCache
-from shadowlane.ops.card.products import CardBlock
 from shadowlane.planner.placement import Placement, show_nbytes
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program
@@ -108,7 +108,7 @@ class CardLane:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kernels of {self.name}")
         self._computer: CardComputer | None = None
         self._graphs: StepGraphs | None = None
-        self._blocks: dict[tuple[int, int], CardBlock] = {}  # (block, slot) -> what is brought
+        self._slots: CardSlots | None = None
         self._adopting = threading.Lock()
         self._stopping = threading.Event()
         self._last_step = counter_value(self._address(STEP_COUNTER))
@@ -159,6 +159,7 @@ class CardLane:
             closing.callback(Bells(self._address(each) for each in rung).close)
         self._card_memory = memory
         self._memory = self._runtime.view(memory.address, memory.nbytes, memory)
+        self._slots = CardSlots(self._blueprint, self._where, self._memory)
         pinned = access.pinned
         self._activations = Activations(self._runtime, self._blueprint, layout, arena, pinned)
         self._clocks = [StreamClock(driver, each) for each in (self._stream, copying)]
@@ -234,7 +235,8 @@ class CardLane:
                 for each, home in heads.items():
                     operators.cache.hold_in(*each, self._home_of(each, home))
             places = expert_places(self._blueprint, placement.cards[self.card], homes)
-            self._computer.tables.hold(placement.placement_id, places)
+            both = [compiled["decode"], compiled["prefill"]]
+            self._computer.tables.hold(placement.placement_id, places, both)
             if is_first:
                 work = (self._computer, placement.placement_id, compiled)
                 self._thread.submit(self._warm_up, *work).result()
@@ -344,7 +346,7 @@ class CardLane:
         self._runtime.driver.set_device(self._ordinal)  # of this thread
         try:
             for phase, rows in (*few, ("prefill", chunk)):
-                work = (placement_id, programs[phase], rows, self._first_slots)
+                work = (placement_id, programs[phase], rows, self._weights_of)
                 self._start(partial(computer.warm_up, *work))
         except torch.OutOfMemoryError:
             raise self._full("of a step") from None
@@ -358,7 +360,7 @@ class CardLane:
         """Give back all that was taken of the card. Only once `run` has ended, or never began."""
         self._runtime.driver.set_device(self._ordinal)
         self._closing.close()  # first: what the stream still has to do needs all of this
-        self._computer, self._programs, self._blocks = None, {}, {}
+        self._computer, self._programs, self._slots = None, {}, None
         self._activations.close()
         self._memory = torch.empty(0)
         self._runtime.close()
@@ -468,17 +470,18 @@ class CardLane:
             last = program.instructions[at - 1]
             self._times.end(number, last.group, is_last=at == len(program.instructions))
             if last.is_awaited:
-                self._stream.write_counter(self._address(self.number), base + at)
+                self._stream.write_counter(self._address(self.number), base + last.retired)
 
     def _start_one(self, computer: CardComputer, each: CardInstruction, step: CardStep) -> bool:
         """Start the kernels of an instruction. False: aborted."""
         choice = None
-        if each.experts is not None and computer.needs_choice(each, step.rows):
-            if not self._wait_here(each.experts.chosen, step):
+        if (needed := computer.needs_choice(each, step.rows)) is not None:
+            layer, chosen = needed
+            if not self._wait_here(chosen, step):
                 return False
-            choice = self._activations.choice(each.experts.layer, step.rows.num_rows)
-        blocks = (*each.resident, *self._brought(each, int(step.header[t.LINK_BASE + self.card])))
-        work = (step.placement_id, each, blocks, step.rows, choice)
+            choice = self._activations.choice(layer, step.rows.num_rows)
+        weights = self._weights_of(each, int(step.header[t.LINK_BASE + self.card]))
+        work = (step.placement_id, each, weights, step.rows, choice)
         self._start(partial(computer.compute, *work))
         return True
 
@@ -506,7 +509,7 @@ class CardLane:
 
             def start(handle: int, first: int, end: int) -> None:
                 for each in program.instructions[first:end]:
-                    work = (step.placement_id, each, each.resident, step.rows)
+                    work = (step.placement_id, each, self._weights_of(each), step.rows)
                     self._runtime.launch(handle, partial(computer.compute, *work))
 
             segments = cut_segments(program.instructions, computer.may_capture)
@@ -516,23 +519,9 @@ class CardLane:
     def _start(self, work: Callable[[], None]) -> None:
         self._stream.submit(lambda handle: self._runtime.launch(handle, work))
 
-    def _first_slots(self, each: CardInstruction) -> list[CardBlock]:
-        return self._brought(each, 0)
-
-    def _brought(self, each: CardInstruction, base: int) -> list[CardBlock]:
-        """The blocks of an instruction that lie in slots of the ring in a step.
-
-        base: blocks brought before the step.
-        """
-        found = []
-        for block, place in each.brought:
-            slot = (base + place) % self._where.num_slots
-            key = (block, slot)
-            if key not in self._blocks:
-                at = self._where.ring + slot * self._where.slot_nbytes
-                self._blocks[key] = block_at(self._blueprint, block, self._memory, at)
-            found.append(self._blocks[key])
-        return found
+    def _weights_of(self, each: CardInstruction, base: int = 0) -> Weights:
+        assert self._slots is not None, "made with the card's memory"
+        return self._slots.weights(each, base)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

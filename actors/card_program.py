@@ -1,13 +1,14 @@
 """A card's program for one phase of one placement, with everything decided that a step leaves open.
 
-Blocks that live on the card are views of its memory; of those that are brought only the place in
-the sweep is known, since the slot follows from the step. What crosses is in `exchange.py`.
+Blocks and experts that live on the card are views of its memory; of those that are brought only the
+place in the sweep is known, since the slot follows from the step (`card_slots.py`). What crosses is
+in `exchange.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from shadowlane.ops.dots import DIRECT_LAYOUTS
 from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.planner.placement import CardPart, Placement
 from shadowlane.planner.profile import Phase
-from shadowlane.planner.program import ComputeInstruction, Program, Read
+from shadowlane.planner.program import ComputeInstruction, Program, Read, units_of_experts
 
 ELEMENT_NBYTES = {name: LAYOUTS[name].block_nbytes for name in DIRECT_LAYOUTS}
 NOT_HERE = -1  # in a table of experts
@@ -40,17 +41,44 @@ class CounterWait:
 
 @dataclass(frozen=True, slots=True)
 class LayerExperts:
-    """The experts of one layer that live on the card."""
+    """Experts of one layer: those that live on the card, or some of those that come for prompts."""
 
     layer: int  # counted among those that have experts
+    is_first: bool  # of the instructions that this card has for the layer's
     resident: Mapping[int, CardExpert]
+    brought: tuple[tuple[int, int], ...]  # (expert, its place in the sweep)
     layouts: tuple[str, str, str]  # of gate, up and down
     is_aligned: bool  # direct layouts lie at multiples of their elements' size
     chosen: CounterWait  # when the layer's router has chosen
+    stays: bool  # this card adds up what the layer's give: its rows do not cross
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSum:
+    """What the experts of one layer have given, added up on the card."""
+
+    layer: int  # counted among those that have experts
+    here: np.ndarray  # bool [experts]: computed on this card
+    chosen: CounterWait
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other lanes compute some."""
+        return not self.here.all()
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What an instruction multiplies by in one step, wherever on the card it lies."""
+
+    blocks: Sequence[CardBlock]
+    experts: Mapping[int, CardExpert]
 
 
 @dataclass(frozen=True, slots=True)
 class CardInstruction:
+    """One of a program; experts, and the sum of a layer's behind them, are two of one."""
+
     group: str
     first_unit: int
     last_unit: int
@@ -58,8 +86,10 @@ class CardInstruction:
     crossings: Crossings
     resident: tuple[CardBlock, ...]
     brought: tuple[tuple[int, int], ...]  # (block, its place in the sweep)
-    is_awaited: bool  # whether anybody waits for the lane's counter to come to its end
+    retired: int  # where the lane's counter is at its end, counted from the step's beginning
+    is_awaited: bool  # whether anybody waits for that
     experts: LayerExperts | None = None
+    sum: LayerSum | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +104,10 @@ class _Card:
 
     blueprint: Blueprint
     placement: Placement
+    phase: Phase
     part: CardPart
     homes: Mapping[int, int]
+    places: Mapping[int, int]  # in the sweep, of what comes
     memory: torch.Tensor
 
     def block(self, block: int) -> CardBlock:
@@ -95,29 +127,27 @@ def compile_program(
     """programs: of all lanes. homes: where on the card each block lies, and behind all blocks each
     routed expert. memory: all of the card's.
 
-    Raises ValueError for a block that is neither there nor brought, and for what cards do not
-    compute: routers, sums of experts, and rows of an embedding that is in RAM.
+    Raises ValueError for a block or an expert that is neither there nor brought, and for what cards
+    do not compute: routers, and rows of an embedding that is in RAM.
     """
     number = layout.card_of(placement.number_of(lane))
     assert number is not None, "only cards have such programs"
-    card = _Card(blueprint, placement, placement.cards[number], homes, memory)
     stream = placement.stream_of(lane, phase)
     places = {block: place for place, block in enumerate(stream.sweep)}
-    if any(map(blueprint.catalog.is_expert, places)):
-        raise ValueError(f"routed experts must live on {lane} or stay in RAM; some are brought")
+    part = placement.cards[number]
+    card = _Card(blueprint, placement, phase, part, homes, places, memory)
     crossing = crossings(blueprint.config, blueprint.groups, programs, lane)
     awaited = _awaited(programs, lane)
     catalog = {group.name: group for group in blueprint.catalog.groups}
     groups = {group.name: group for group in blueprint.groups}
     found: list[CardInstruction] = []
     kv_heads: dict[int, tuple[int, int]] = {}
-    for each, crosses in zip(programs[lane].instructions, crossing, strict=True):
+    for place, each in enumerate(programs[lane].instructions):
+        crosses, retired = crossing[place], place + 1
         assert isinstance(each, ComputeInstruction)
         group = groups[each.group]
         if group.kind == "router":  # who chooses also marks what is in RAM, and asks for the rest
             raise ValueError(f"{each.group} must be a processor's; {lane} computes no router")
-        if group.kind == "experts" and each.last_unit == catalog[each.group].units:
-            raise ValueError(f"a processor must add up {each.group}; {lane} adds up no experts")
         if group.kind == "attn":
             assert group.layer is not None
             first, last = kv_heads.get(group.layer, (each.first_unit, each.last_unit))
@@ -141,9 +171,6 @@ def compile_program(
             else _wait_for(placement, wait.lane, wait.rel)
             for wait in each.waits
         ]
-        experts = None
-        if group.kind == "experts":
-            experts = _experts(card, programs, each.group)
         if group.kind == "embed":
             resident = _embedding(card, lane)
             if not resident:
@@ -151,19 +178,23 @@ def compile_program(
                 row_nbytes = blueprint.sources[blueprint.embedding_blocks[0]].row_nbytes
                 gathered = Span("gather", 0, row_nbytes)
                 crosses = Crossings((*crosses.fetched, gathered), crosses.left)
-        found.append(
-            CardInstruction(
-                each.group,
-                each.first_unit,
-                each.last_unit,
-                tuple(waits),
-                crosses,
-                tuple(resident),
-                tuple(brought),
-                len(found) + 1 in awaited,
-                experts,
-            )
+        whole = CardInstruction(
+            each.group,
+            each.first_unit,
+            each.last_unit,
+            tuple(waits),
+            crosses,
+            tuple(resident),
+            tuple(brought),
+            retired,
+            retired in awaited,
         )
+        if group.kind == "experts":
+            joins = [_wait_for(placement, wait.lane, wait.rel) for wait in each.joins]
+            is_first = not found or found[-1].group != each.group
+            found += _of_experts(card, programs, whole, joins, is_first)
+        else:
+            found.append(whole)
     return CardProgram(tuple(found), kv_heads)
 
 
@@ -186,8 +217,18 @@ def expert_places(blueprint: Blueprint, part: CardPart, homes: Mapping[int, int]
     places = np.full((experts.num_layers, experts.per_layer, 3), NOT_HERE, np.int64)
     for layer in range(experts.num_layers):
         for expert in part.experts_of(layer):
-            places[layer, expert] = _places_of(blueprint, layer, expert, homes)
+            home = homes[blueprint.expert_number(layer, expert)]
+            places[layer, expert] = _places_of(blueprint, layer, expert, home)
     return places
+
+
+def summed(program: CardProgram, layers: int, experts: int) -> np.ndarray:
+    """Of the layers that the card adds up, the experts that it computes: bool [layers, experts]."""
+    found = np.zeros((layers, experts), np.bool_)
+    for each in program.instructions:
+        if each.sum is not None:
+            found[each.sum.layer] = each.sum.here
+    return found
 
 
 def _wait_for(placement: Placement, lane: str, rel: int) -> CounterWait:
@@ -205,41 +246,103 @@ def _awaited(programs: Mapping[str, Program], lane: str) -> set[int]:
     return found
 
 
-def _places_of(
-    blueprint: Blueprint, layer: int, expert: int, homes: Mapping[int, int]
-) -> tuple[int, ...]:
+def expert_at(
+    blueprint: Blueprint, layer: int, expert: int, memory: torch.Tensor, home: int
+) -> CardExpert:
+    """An expert that lies as in a slot of RAM, from `home` of the card's memory on."""
+    assert blueprint.experts is not None
+    formats = blueprint.experts.formats[layer]
+    places = _places_of(blueprint, layer, expert, home)
+    gate, up, down = (
+        CardBlock(each.layout, memory[at : at + each.rows * each.row_nbytes], each.rows)
+        for each, at in zip(formats, places, strict=True)
+    )
+    return CardExpert(gate, up, down)
+
+
+def _places_of(blueprint: Blueprint, layer: int, expert: int, home: int) -> tuple[int, ...]:
     assert blueprint.experts is not None
     source = blueprint.experts.sources[layer * blueprint.experts.catalog.per_layer + expert]
-    home = homes[blueprint.expert_number(layer, expert)]
     return tuple(home + place for place in source.places)
 
 
-def _experts(card: _Card, programs: Mapping[str, Program], group: str) -> LayerExperts:
+def _of_experts(
+    card: _Card,
+    programs: Mapping[str, Program],
+    whole: CardInstruction,
+    joins: Sequence[CounterWait],
+    is_first: bool,
+) -> list[CardInstruction]:
+    """What an instruction computes of a layer's experts, and their sum, if that is its last unit.
+
+    joins: of the sum, when others have computed theirs.
+    """
+    blueprint, catalog, lane = card.blueprint, card.blueprint.catalog, card.part.lane
+    layer = [one.name for one in catalog.sparse_groups].index(whole.group)
+    num_experts = catalog.sparse_groups[layer].units - 1
+    units = units_of_experts(catalog, card.placement, card.phase, lane, layer)
+    chooser, rel = next(
+        (name, number + 1)
+        for name, number, one in _instructions(programs)
+        if one.group == whole.group.replace("experts", "router")
+    )
+    chosen = _wait_for(card.placement, chooser, rel)
+    numbers = [n for n, unit in units.items() if whole.first_unit <= unit < whole.last_unit]
+    found: list[CardInstruction] = []
+    if numbers:
+        stays = card.placement.shares_of(card.phase)[whole.group][-1].lane == lane
+        experts = _experts(card, layer, numbers, chosen, is_first=is_first, stays=stays)
+        found.append(replace(whole, experts=experts))
+    if whole.last_unit <= num_experts:
+        return found
+    here = np.zeros(num_experts, np.bool_)
+    here[[number - blueprint.expert_number(layer, 0) for number in units]] = True
+    total = replace(whole, waits=(*whole.waits, *joins), sum=LayerSum(layer, here, chosen))
+    if not found:
+        return [total]
+    fetched, left = whole.crossings.fetched, whole.crossings.left
+    return [
+        replace(found[0], crossings=Crossings(fetched, ()), is_awaited=False),
+        replace(total, waits=tuple(joins), crossings=Crossings((), left)),
+    ]
+
+
+def _experts(
+    card: _Card,
+    layer: int,
+    numbers: Sequence[int],
+    chosen: CounterWait,
+    *,
+    is_first: bool,
+    stays: bool,
+) -> LayerExperts:
+    """numbers: of the experts. Raises ValueError for one that is neither there nor brought."""
     blueprint = card.blueprint
     assert blueprint.experts is not None
-    layer = [each.name for each in blueprint.catalog.sparse_groups].index(group)
     formats = blueprint.experts.formats[layer]
     resident: dict[int, CardExpert] = {}
+    brought: list[tuple[int, int]] = []
     is_aligned = True
-    for expert in card.part.experts_of(layer):
-        places = _places_of(blueprint, layer, expert, card.homes)
-        matrices = [
-            CardBlock(each.layout, card.memory[at : at + each.rows * each.row_nbytes], each.rows)
-            for each, at in zip(formats, places, strict=True)
-        ]
-        is_aligned &= all(
-            at % ELEMENT_NBYTES.get(each.layout, 1) == 0
-            for each, at in zip(formats, places, strict=True)
-        )
-        resident[expert] = CardExpert(*matrices)
-    lane, rel = next(
-        (lane, number + 1)
-        for lane, number, each in _instructions(programs)
-        if each.group == group.replace("experts", "router")
+    for number in numbers:
+        expert = number - blueprint.expert_number(layer, 0)
+        if number in card.homes:
+            home = card.homes[number]
+            is_aligned &= all(
+                at % ELEMENT_NBYTES.get(one.layout, 1) == 0
+                for one, at in zip(formats, _places_of(blueprint, layer, expert, home), strict=True)
+            )
+            resident[expert] = expert_at(blueprint, layer, expert, card.memory, home)
+        elif number in card.places:
+            brought.append((expert, card.places[number]))
+        else:
+            name = blueprint.catalog.sparse_groups[layer].name
+            raise ValueError(
+                f"expert {expert} of {name} is neither on {card.part.lane} nor brought"
+            )
+    gate, up, down = (one.layout for one in formats)
+    return LayerExperts(
+        layer, is_first, resident, tuple(brought), (gate, up, down), is_aligned, chosen, stays
     )
-    gate, up, down = (each.layout for each in formats)
-    chosen = _wait_for(card.placement, lane, rel)
-    return LayerExperts(layer, resident, (gate, up, down), is_aligned, chosen)
 
 
 def _instructions(

@@ -26,9 +26,9 @@ class ExpertMoves:
     def begin(
         disk: Remote, first: int, coming: Sequence[int], leaving: Mapping[int, tuple[Remote, int]]
     ) -> tuple[ExpertMoves, list[Pending]]:
-        """leaving: the link and the arena offset of each. Returns the copies that are on their way.
+        """leaving: of each its card's link, and where on the card it is.
 
-        Raises LaneDied.
+        Returns the copies that are on their way. Raises LaneDied.
         """
         moves = ExpertMoves(first, leaving=tuple(leaving))
         pending: list[Pending] = []
@@ -42,7 +42,7 @@ class ExpertMoves:
         for number, target in moves.room.items():
             link, source = leaving[number]
             by_link.setdefault(id(link), (link, []))[1].append((number, source, target))
-        pending += [link.call("move", copies) for link, copies in by_link.values()]
+        pending += [link.call("move", copies, "d2h") for link, copies in by_link.values()]
         return moves, pending
 
     def settle(self, disk: Remote, *, is_there: bool) -> list[int]:

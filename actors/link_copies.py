@@ -22,7 +22,7 @@ from shadowlane.actors.arena import (
     Arena,
     ArenaLayout,
 )
-from shadowlane.actors.copier import Copier, CopyError
+from shadowlane.actors.copier import Copier, CopyError, Way
 from shadowlane.actors.cuda.driver import CudaError
 from shadowlane.actors.link_statistics import BUSY_NS, NUM_SPANS
 from shadowlane.ops import emulated as law
@@ -32,7 +32,8 @@ LOOK_UP_NS = 100_000_000
 
 
 class Copies(Protocol):
-    """What one link does. Targets are offsets in the memory of its card, as the layout has them."""
+    """What one link does. One side is an offset in the arena, the other in the memory of its card,
+    as the layout has them."""
 
     def wait_for(self, counter: int, value: int) -> bool:
         """What is brought next waits for this counter (an address); False: look around first."""
@@ -44,7 +45,7 @@ class Copies(Protocol):
         """Copy for the sweep, then count: the link's counter is `count` when it has arrived."""
         ...
 
-    def move(self, block: int, nbytes: int, source: int, target: int) -> None:
+    def move(self, block: int, nbytes: int, source: int, target: int, way: Way = "h2d") -> None:
         """Copy beside the sweep; returns when all is there. Raises ValueError at an abort, or where
         it cannot be done."""
         ...
@@ -82,7 +83,7 @@ class EmulatedCopies:
         counter = self._layout.counter(LINK_COUNTER + self._card)
         publish(self._arena.base + counter, count)
 
-    def move(self, block: int, nbytes: int, source: int, target: int) -> None:
+    def move(self, block: int, nbytes: int, source: int, target: int, way: Way = "h2d") -> None:
         """One that is in its place already (from = to) takes the time of its copy alone: the disk
         lane has written it there, where on a machine with a card it would have gone through RAM.
         """
@@ -146,18 +147,18 @@ class CardCopies:
             self._copier.copy(source, target, nbytes, counter, count, about=(step, block))
             self._copier.look()
 
-    def move(self, block: int, nbytes: int, source: int, target: int) -> None:
+    def move(self, block: int, nbytes: int, source: int, target: int, way: Way = "h2d") -> None:
         try:
-            self._move(block, nbytes, source, target)
+            self._move(block, nbytes, source, target, way)
         except (CopyError, CudaError) as error:
             raise ValueError(f"h2d:{self._card}: blocks cannot be moved: {error}") from None
 
-    def _move(self, block: int, nbytes: int, source: int, target: int) -> None:
+    def _move(self, block: int, nbytes: int, source: int, target: int, way: Way) -> None:
         counter = self._layout.counter(MOVE_COUNTER + self._card)
         with self._giving:
             self._num_moved += 1
             count = self._num_moved
-            self._copier.copy(source, target, nbytes, counter, count, about=(0, block))
+            self._copier.copy(source, target, nbytes, counter, count, way, about=(0, block))
         at, abort = self._arena.base + counter, self._arena.base + self._layout.abort
         while wait_counter(at, count, abort, 0, LOOK_UP_NS) != WAIT_OK:
             if self._is_stopping() or counter_value(abort):

@@ -280,7 +280,8 @@ class Mover:
         if self._are_cards_here:
             if moves.parcels is None:
                 moves.parcels = chain.from_iterable(
-                    self._parcels_for(link, offsets) for link, offsets in moves.later
+                    self._parcels_for(link, offsets, moves.experts.held)
+                    for link, offsets in moves.later
                 )
             call = next(moves.parcels, None)
             if call is None:
@@ -307,7 +308,7 @@ class Mover:
 
     def _exchange_experts(self, moves: Moves, now: Placement, others: Sequence[Placement]) -> None:
         """Begin what `ExpertMoves` says. Raises LaneDied."""
-        if self._are_cards_here or self._blueprint.experts is None:
+        if self._blueprint.experts is None:
             return
         first = len(self._blueprint.sources)
         coming = [number for each in moves.taken[1:] for number in each.offsets if number >= first]
@@ -390,36 +391,39 @@ class Mover:
         total = sum(sizes[block] for offsets in wanted for block in offsets)
         done = 0
         for link, offsets in zip(self._lanes.links, wanted, strict=True):
-            for call, nbytes in self._parcels_for(link, offsets):
+            for call, nbytes in self._parcels_for(link, offsets, {}):
                 answer_of(call, self._lanes.cards)
                 done += nbytes
                 if tell is not None:
                     tell("loading the cards", done / total)
 
     def _parcels_for(
-        self, link: Remote, targets: Mapping[int, int]
+        self, link: Remote, targets: Mapping[int, int], held: Mapping[int, int]
     ) -> Iterator[tuple[Pending, int]]:
         """Bring blocks from where they lie onto a card: calls, and the bytes that each brings.
 
-        Each must have ended before the next is asked for, since they share the landing place.
+        held: experts that keep their slots in RAM meanwhile. Each call must have ended before the
+        next is asked for, since they share the landing place.
         """
         sizes = self._blueprint.held_nbytes
-        for parcel in self._landings(sorted(targets)):
-            missing = {block: at for block, at in parcel.items() if block not in self.homes.offsets}
+        for parcel in self._landings(sorted(targets), held):
+            there = {*self.homes.offsets, *held}
+            missing = {block: at for block, at in parcel.items() if block not in there}
             if missing:
                 yield self._lanes.disk_lane.call("load", missing), 0
             copies = [(block, at, targets[block]) for block, at in parcel.items()]
             yield link.call("move", copies), sum(sizes[block] for block in parcel)
 
-    def _landings(self, blocks: Iterable[int]) -> Iterator[dict[int, int]]:
-        """Blocks with the arena offsets they are copied from: at home, or in the landing place."""
+    def _landings(self, blocks: Iterable[int], held: Mapping[int, int]) -> Iterator[dict[int, int]]:
+        """Blocks with the arena offsets they are copied from: in RAM, or in the landing place."""
         start, end = self._layout.landing, self._layout.landing + self._layout.landing_nbytes
         sizes = self._blueprint.held_nbytes
         parcel: dict[int, int] = {}
         at = start
         for block in blocks:
-            if block in self.homes.offsets:
-                parcel[block] = self.homes.offsets[block]
+            home = self.homes.offsets.get(block, held.get(block))
+            if home is not None:
+                parcel[block] = home
                 continue
             nbytes = sizes[block]
             if at + nbytes > end:

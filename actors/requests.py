@@ -42,7 +42,6 @@ def request_of(options: Options, settings: EngineSettings) -> Request:
         machine=settings.emulated.planned if settings.emulated else settings.machine,
         cards=tuple(card.memory for card in settings.cards),
         cards_route=settings.emulated is not None,
-        brings_experts=settings.emulated is not None,
         strategy=settings.strategy,
         strategy_layers=settings.strategy_layers,
         replan=settings.replan,

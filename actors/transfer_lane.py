@@ -28,7 +28,7 @@ from shadowlane.actors.arena import (
     ArenaLayout,
 )
 from shadowlane.actors.blueprint import Blueprint
-from shadowlane.actors.copier import Copier
+from shadowlane.actors.copier import Copier, Way
 from shadowlane.actors.copy_choice import CopyTimes, Course, time_copies
 from shadowlane.actors.copy_ring import CopyRing, RingCopier
 from shadowlane.actors.link_copies import LOOK_UP_NS, CardCopies, Copies, EmulatedCopies
@@ -190,7 +190,7 @@ class TransferLane:
             key: value for key, value in self._transfers.items() if key[0] != placement_id
         }
 
-    def move(self, moves: Sequence[tuple[int, int, int]]) -> int:
+    def move(self, moves: Sequence[tuple[int, int, int]], way: Way = "h2d") -> int:
         """Copy blocks beside the sweep: (block, from, to), offsets. Returns the bytes."""
         moved = 0
         if self._own is not None:
@@ -199,7 +199,7 @@ class TransferLane:
             if self._stopping.is_set() or counter_value(self._arena.base + self._layout.abort):
                 raise ValueError(f"h2d:{self.card}: stopped while blocks were moved")
             nbytes = self._sizes[block]
-            self._copies.move(block, nbytes, source, target)
+            self._copies.move(block, nbytes, source, target, way)
             self._statistics[MOVED_NBYTES] += nbytes
             moved += nbytes
         return moved

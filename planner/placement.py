@@ -55,7 +55,6 @@ class Request:
     cards_route: bool = False  # they may compute routers: emulated ones can, those here cannot yet
     strategy: str = "auto"  # with cards: searched for, or a layout by hand
     strategy_layers: int | None = None  # of a layout that counts layers; None: as many as are best
-    brings_experts: bool = False  # whether lanes of cards can be brought routed experts
     replan: bool = True
     headroom: int | None = None  # bytes that `ram` left free, for others; None: it was named
 

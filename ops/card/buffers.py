@@ -118,6 +118,7 @@ class CardBuffers:
         self.router = zeros(rows, experts)
         self.route_ids = zeros(rows, top_k, kind=torch.int64)
         self.route_weights = zeros(rows, top_k)
+        self.route_order = zeros(rows * top_k, kind=torch.int64)  # a part's pairs, by expert
         self.expert_activated = zeros(decode * top_k, width)
         self.expert_output = zeros(decode * top_k, config.hidden_size)
         self.expert_output_chunk = zeros(chunk * top_k, config.hidden_size, kind=dtype)

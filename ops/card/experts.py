@@ -7,7 +7,7 @@ compute is copied to its place, and then everything is added up in the router's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,24 +78,42 @@ class Experts:
         rows: StepRows,
         biases: ExpertBiases | None,
         outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
+        is_sorted: bool = False,
     ) -> None:
-        """The resident experts with the rows that chose them.
+        """The experts that are here, with the rows that chose them.
 
         inputs: the normalised decode rows, float32, and chunk rows, compute type; ids: what
         `route_ids` holds, [rows, top_k], on the host, where the next product depends on it.
         outputs: in place of `expert_output` and `expert_output_chunk`, of the same types.
+        is_sorted: other experts of this layer have been computed for these rows just before.
         """
         buffers, top_k = self._buffers, self._moe.top_k
         few, many = outputs or (buffers.expert_output, buffers.expert_output_chunk)
         decode, chunk = inputs
+        parts: list[slice] = []
         if decode is not None:
-            part = slice(0, rows.num_decode)
-            self._rows(decode, part, resident, ids, biases, few, False)
-        if chunk is None:
-            return
-        for first, last in rows.subchunks():
-            part = slice(rows.num_decode + first, rows.num_decode + last)
-            self._rows(chunk[first:last], part, resident, ids, biases, many[first * top_k :], True)
+            parts.append(slice(0, rows.num_decode))
+        if chunk is not None:
+            at = rows.num_decode
+            parts += [slice(at + first, at + last) for first, last in rows.subchunks()]
+        if not is_sorted:
+            self._sort_pairs(parts)
+        for part in parts:
+            if part.stop <= rows.num_decode:
+                assert decode is not None
+                self._rows(decode, part, resident, ids, biases, few, False)
+                continue
+            assert chunk is not None
+            first, last = part.start - rows.num_decode, part.stop - rows.num_decode
+            here = many[first * top_k :]
+            self._rows(chunk[first:last], part, resident, ids, biases, here, True)
+
+    def _sort_pairs(self, parts: Sequence[slice]) -> None:
+        """Put the pairs of each part in the order of their experts, on the device."""
+        ids, top_k = self._buffers.route_ids, self._moe.top_k
+        for part in parts:
+            order = self._buffers.route_order[part.start * top_k : part.stop * top_k]
+            order.copy_(ids[part].flatten().argsort(stable=True))
 
     def _rows(
         self,
@@ -109,18 +127,18 @@ class Experts:
     ) -> None:
         """Some rows of the step; `outputs` begins with the pairs of the first.
 
-        Pairs are put in the order of their experts on the device, and counted on the host: nothing
-        is copied, so nothing waits for what is ahead in the stream.
+        Pairs are in the order of their experts on the device, and counted on the host: nothing is
+        copied, so nothing waits for what is ahead in the stream.
         """
-        multiply = self._products.many if is_chunk else self._products.few
-        order = self._buffers.route_ids[part].flatten().argsort(stable=True)
+        multiply, top_k = self._products.many if is_chunk else self._products.few, self._moe.top_k
+        order = self._buffers.route_order[part.start * top_k : part.stop * top_k]
         counts = np.bincount(ids[part].reshape(-1), minlength=self._moe.num_experts)
         ends = counts.cumsum().tolist()
         for expert in np.flatnonzero(counts).tolist():
             if expert not in resident:
                 continue
             pairs = order[ends[expert] - counts[expert] : ends[expert]]
-            gathered = inputs[pairs // self._moe.top_k]
+            gathered = inputs[pairs // top_k]
             one = resident[expert]
             gate = multiply(gathered, one.gate, 0, one.gate.num_rows)
             up = multiply(gathered, one.up, 0, one.up.num_rows)
@@ -131,6 +149,30 @@ class Experts:
             if biases is not None:
                 found = found + biases.down[expert]
             outputs[pairs] = found.to(outputs.dtype)
+
+    def take(
+        self,
+        here: torch.Tensor,
+        num_others: Sequence[int],
+        rows: StepRows,
+        outputs: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """The rows of pairs whose experts others compute, into `expert_output` and its like.
+
+        here: bool [experts] on the device, those that are computed here; num_others: pairs of
+        others in each sub-chunk. outputs: where all leave the rows of theirs, of decode rows, and
+        of a chunk's. Of decode rows all cross, so that nobody has to count them.
+        """
+        buffers, top_k, decode = self._buffers, self._moe.top_k, rows.num_decode
+        few, many = outputs
+        if decode:
+            is_here = here[buffers.route_ids[:decode]].flatten()[:, None]
+            ours = buffers.expert_output[: decode * top_k]
+            torch.where(is_here, ours, few[: decode * top_k], out=ours)
+        for (first, last), count in zip(rows.subchunks(), num_others, strict=True):
+            is_here = here[buffers.route_ids[decode + first : decode + last]].flatten()
+            pairs = is_here.to(torch.uint8).argsort(stable=True)[:count] + first * top_k
+            buffers.expert_output_chunk[pairs] = many[pairs]
 
     def add(self, rows: StepRows) -> None:
         """Add the experts' outputs of all rows to the residual stream, by rank."""

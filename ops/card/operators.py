@@ -170,17 +170,19 @@ class CardOperators:
         ids: np.ndarray,
         rows: StepRows,
         outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
+        is_sorted: bool = False,
     ) -> None:
         """The resident experts of a layer for the rows that chose them: ids, [rows, top_k].
 
         Leaves the output row of each of their pairs in `expert_output` (of a chunk's rows, in
-        `expert_output_chunk`) or in what is given in their place, and touches no other.
+        `expert_output_chunk`) or in what is given in their place, and touches no other. is_sorted:
+        the call before was for other experts of the same layer, and for the same rows.
         """
         assert self._experts is not None
         group = self.groups[name]
         inputs = self._inputs(group, rows)
         biases = self._expert_biases(group)
-        self._experts.compute(inputs, resident, ids, rows, biases, outputs)
+        self._experts.compute(inputs, resident, ids, rows, biases, outputs, is_sorted)
 
     def experts_in_place(
         self, name: str, table: ExpertTable, rows: StepRows, output: torch.Tensor | None = None
@@ -213,6 +215,17 @@ class CardOperators:
         )
         if output is not None:  # rows whole, where the kernels above write a few numbers at a time
             leave_experts(table, ids, buffers.expert_output, output)
+
+    def take_experts(
+        self,
+        here: torch.Tensor,
+        num_others: Sequence[int],
+        rows: StepRows,
+        outputs: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """What others have computed of a layer's experts, to be added up; see `Experts.take`."""
+        assert self._experts is not None
+        self._experts.take(here, num_others, rows, outputs)
 
     def add_experts(self, rows: StepRows) -> None:
         """Add all pairs' outputs to the residual stream, in the router's order."""

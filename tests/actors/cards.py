@@ -80,13 +80,15 @@ def over_cards(
     embeds: bool = False,
     brings: bool = False,
     routes: bool = False,
+    sums: bool = False,
 ) -> Placement:
     """`whole`, of which all is in RAM, with every group shared out at random.
 
     A part may live on a card, come over its link (in decode, in prefill, or in both), or stay.
     Of experts, any may live on cards. embeds: the table of embeddings is the first card's.
     brings: any of the other experts are brought in prefill, as many as RAM has slots for.
-    routes: any lane may choose the experts of a layer, and any may add up what they give.
+    routes: any lane may choose the experts of a layer, and any may add up what they give; sums:
+    any may add up.
     """
     random = Random(seed)
     names = [f"gpu:{number}" for number in range(cards)]
@@ -105,7 +107,7 @@ def over_cards(
         if group.kind == "experts":
             of_layer = experts[catalog.sparse_groups.index(group)]
             counts = dict(zip(names, map(len, of_layer), strict=True))
-            adds_up = random.choice(("cpu:0", *names)) if routes else "cpu:0"
+            adds_up = random.choice(("cpu:0", *names)) if routes or sums else "cpu:0"
             layer = catalog.sparse_groups.index(group)
             brought = dict(zip(names, map(len, come[layer]), strict=True))
             shares["decode"][group.name] = expert_shares(counts, "cpu:0", group.units, adds_up)
@@ -261,6 +263,7 @@ def drawn(
     embeds: bool = False,
     brings: bool = False,
     routes: bool = False,
+    sums: bool = False,
 ) -> Callable[[Catalog, Request], Placement]:
     """What a scripted planner begins with: a placement over cards at random, which can run.
 
@@ -274,9 +277,8 @@ def drawn(
             assert catalog.experts is not None
             nbytes = slots * catalog.experts.slot_nbytes
             whole = replace(whole, expert_slots=slots, experts_nbytes=nbytes)
-        placement = over_cards(
-            catalog, whole, seed, cards, embeds=embeds, brings=brings, routes=routes
-        )
+        drawing = {"embeds": embeds, "brings": brings, "routes": routes, "sums": sums}
+        placement = over_cards(catalog, whole, seed, cards, **drawing)
         for phase in ("decode", "prefill"):
             validate(catalog, placement, build_programs(catalog, placement, phase), phase)
         return placement

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,23 +17,26 @@ from cards import OPTIONS, cut_points, drawn, machine_with, on_cards
 from fake_card import FakeRuntime, fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running
 from mixture_files import write_published_gpt_oss
-from test_experts_run import MANY
+from test_experts_run import MANY, read_nbytes
 from tiny import tiny_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shadowlane.actors import card_lane
+from shadowlane.actors import disk_lane as disk
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.card_activations import Activations
 from shadowlane.actors.card_compute import CardComputer
 from shadowlane.actors.card_graphs import cut_segments
 from shadowlane.actors.card_lane import CardLane
 from shadowlane.actors.card_program import CardInstruction, CounterWait
+from shadowlane.actors.cuda.driver import Direction
 from shadowlane.actors.exchange import Crossings
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.placement import Placement, Request, Share, expert_shares
+from shadowlane.planner.placement import Placement, Request, Share
 from shadowlane.planner.search import SPARE_EXPERTS
+from shadowlane.planner.stages import with_experts
 
 PROMPT = tiny_tokens(41)
 TOLERANCE = 3e-4  # float32, in another order of addition
@@ -81,6 +84,117 @@ def test_any_experts_on_cards_give_the_same_tokens(
             assert bool(use.on_cards) == bool(placement.experts_on_cards)
 
 
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_are_brought_for_prompts_give_the_same_tokens(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+    cards: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Out of their slots in RAM, through rings that are smaller than a layer's experts."""
+    if family == "published":
+        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
+    else:
+        model = tiny_model(family)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens, logits = engine.generate(PROMPT, 8), engine.logits(PROMPT)
+    tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE
+    brought: set[int] = set()
+    for seed, slots in ((0, None), (4, few_slots(model) + 2)):
+        first = drawn(seed, cards, slots, brings=True)
+        with fake_cards(monkeypatch, cards), on_cards(model, first, cards) as engine:
+            for _ in range(2):
+                assert engine.generate(PROMPT, 8) == tokens or family == "published"
+            assert np.abs(engine.logits(PROMPT) - logits).max() <= tolerance
+            brought |= set(computed_out_of_slots(engine))
+    assert brought
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_card_may_add_up_what_experts_give(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+    cards: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it has computed stays there; what processors and other cards have comes over."""
+    if family == "published":
+        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
+    else:
+        model = tiny_model(family)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens, logits = engine.generate(PROMPT, 8), engine.logits(PROMPT)
+    tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE
+    num_sums = 0
+    for seed, slots in ((1, None), (4, few_slots(model) + 2)):
+        first = drawn(seed, cards, slots, brings=seed == 1, sums=True)
+        with fake_cards(monkeypatch, cards), on_cards(model, first, cards) as engine:
+            for _ in range(2):
+                assert engine.generate(PROMPT, 8) == tokens or family == "published"
+            assert np.abs(engine.logits(PROMPT) - logits).max() <= tolerance
+            for card in range(cards):
+                for program in lane_of(engine, card)._programs.values():
+                    num_sums += sum(each.sum is not None for each in program.instructions)
+    assert num_sums
+
+
+def test_a_card_that_computes_experts_alone(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be the first thing in its program."""
+    model = tiny_model(MANY)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens = engine.generate(PROMPT, 8)
+
+    def first(catalog: Catalog, request: Request) -> Placement:
+        placement = drawn(1, 1, brings=True, sums=True)(catalog, request)
+        (part,) = placement.cards
+        experts = tuple(number for number in part.prefill_sweep if catalog.is_expert(number))
+        part = replace(part, resident=(), decode_sweep=(), prefill_sweep=experts, kv_nbytes=0)
+
+        def ours(shares: Mapping[str, tuple[Share, ...]]) -> dict[str, tuple[Share, ...]]:
+            return {
+                group.name: shares[group.name]
+                if group.kind == "experts"
+                else (Share("cpu:0", 0, group.units),)
+                for group in catalog.groups
+            }
+
+        return replace(
+            placement,
+            resident=(True,) * len(placement.resident),
+            shares=ours(placement.shares),
+            prefill_shares=ours(placement.shares_of("prefill")),
+            cards=(part,),
+        )
+
+    with fake_cards(monkeypatch), on_cards(model, first) as engine:
+        assert engine.generate(PROMPT, 8) == tokens
+        assert computed_out_of_slots(engine)
+
+
+def computed_out_of_slots(engine: InProcess) -> list[int]:
+    """The experts, by their numbers, that cards compute in prompts and that live on none."""
+    now = engine.engine
+    found = []
+    for card, part in enumerate(now.placement.cards):
+        programs = lane_of(engine, card)._programs
+        numbers = [
+            now.blueprint.expert_number(each.experts.layer, expert)
+            for each in programs[now.placement.placement_id, "prefill"].instructions
+            if each.experts is not None
+            for expert, _ in each.experts.brought
+        ]
+        first = len(now.blueprint.sources)
+        assert numbers == [number for number in part.prefill_sweep if number >= first]
+        found += numbers
+    return found
+
+
 def test_requests_that_share_steps(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,15 +204,16 @@ def test_requests_that_share_steps(
     prompts = [tiny_tokens(20 + 17 * number)[number:] for number in range(3)]
     with running(model, options=options, cores=ONE_THREAD) as engine:
         alone = [engine.generate(prompt, 10) for prompt in prompts]
-    first = drawn(5, 2, few_slots(model))
-    with fake_cards(monkeypatch, 2), on_cards(model, first, 2, options=options) as engine:
-        together = [engine.submit(prompt, 10) for prompt in prompts]
-        assert [collect(sequence) for sequence in together] == alone
+    for first in (drawn(5, 2, few_slots(model)), drawn(6, 2, brings=True)):
+        with fake_cards(monkeypatch, 2), on_cards(model, first, 2, options=options) as engine:
+            together = [engine.submit(prompt, 10) for prompt in prompts]
+            assert [collect(sequence) for sequence in together] == alone
 
 
 @needs_interpreter
+@pytest.mark.parametrize("has_more", [False, True])
 def test_experts_that_are_found_on_the_card(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., Path], has_more: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton's kernels look up what was chosen, from captured pieces too; the host never knows."""
     model = tiny_model("mixtral", num_hidden_layers=2)
@@ -116,7 +231,8 @@ def test_experts_that_are_found_on_the_card(
         return choice(self, layer, count)
 
     monkeypatch.setattr(Activations, "choice", noted)
-    first = drawn(0, 1, few_slots(model))
+    slots = None if has_more else few_slots(model)  # more: brought for the prompt, and added up
+    first = drawn(0, 1, slots, brings=has_more, sums=has_more)
     with fake_cards(monkeypatch), on_cards(model, first) as engine:
         assert engine.generate(prompt, 6) == tokens
         lane, placement = lane_of(engine), engine.engine.placement
@@ -196,6 +312,51 @@ def test_moving_experts_while_tokens_are_made(
         assert {kind.placement_id for kind in kinds} == {3}, "graphs go with their placement"
 
 
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_experts_come_out_of_ram_and_go_back_to_be_brought(
+    tiny_model: Callable[..., Path], is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read after the start, where RAM has a slot for each; through staging, too."""
+    model = tiny_model(MANY)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens = engine.generate(PROMPT, 12)
+    limits: dict[str, Any] = {} if is_pinned else {"pin_limit": 48 << 20}
+    first = drawn(1, 1, brings=True)
+    with fake_cards(monkeypatch, **limits) as (driver,), on_cards(model, first) as engine:
+        planner, now = engine.planner, engine.engine
+        assert planner is not None
+        assert (lane_of(engine).access.staging is None) == is_pinned
+        assert engine.generate(PROMPT, 12) == tokens
+        loaded = int(now.gauges.disk_statistics()[disk.LOAD_NBYTES])
+        there = now.placement
+        for turn in range(1, 4):  # there and back
+            again = exchanged(now.blueprint.catalog, there) if turn % 2 else there
+            assert turn % 2 == 0 or again.cards[0].experts != there.cards[0].experts
+            planner.script.append((6 * turn, replace(again, placement_id=turn)))
+        for _ in range(50):
+            assert engine.generate(PROMPT, 12) == tokens
+            if len(planner.announced) == 4:
+                break
+        assert [placement for placement, _ in planner.announced] == [0, 1, 2, 3]
+        assert engine.generate(PROMPT, 12) == tokens
+        assert computed_out_of_slots(engine)
+        assert int(now.gauges.disk_statistics()[disk.LOAD_NBYTES]) == loaded
+        assert read_nbytes(engine) == 0
+        copies = [about for name, about in driver.calls if name == "copy"]
+        assert any(Direction.D2H in about for about in copies)
+
+
+def exchanged(catalog: Catalog, placement: Placement) -> Placement:
+    """In each layer the first that is brought lives on the card, in place of one that did."""
+    (part,) = placement.cards
+    brought = catalog.experts_in(part.prefill_sweep)
+    experts = tuple(
+        (come[0], *held[1:]) if come and held else held
+        for come, held in zip(brought, part.experts, strict=True)
+    )
+    return with_experts(catalog, placement, [experts])
+
+
 def test_the_planner_fills_a_card_with_experts(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +383,7 @@ def test_the_planner_fills_a_card_with_experts(
         (card,) = engine.engine.placement.cards
         assert card.num_experts >= experts.total // 3
         assert card.total_nbytes <= memory
+        assert computed_out_of_slots(engine), "those that have no room are brought for prompts"
         assert engine.generate(PROMPT, 12) == tokens
         assert engine.engine.gauges.expert_use().on_cards > 0
 
@@ -256,32 +418,26 @@ def test_embeddings_on_a_card(
         assert bool(embed.resident) == (cards == 1)
 
 
-@pytest.mark.parametrize(("seed", "words"), [(0, "computes no router"), (1, "adds up no experts")])
-def test_what_only_emulated_cards_compute_is_refused(
-    tiny_model: Callable[..., Path], seed: int, words: str, monkeypatch: pytest.MonkeyPatch
+def test_a_router_is_refused(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Only emulated cards compute any."""
     model = tiny_model("mixtral")
 
     def first(catalog: Catalog, request: Request) -> Placement:
         assert not request.cards_route
         placement = drawn(2, 1)(catalog, request)
-        name = catalog.sparse_groups[0].name
-        if seed:
-            count = len(placement.cards[0].experts_of(0))
-            units = catalog.group(name).units
-            share = expert_shares({"gpu:0": count}, "cpu:0", units, "gpu:0")
-        else:
-            name = name.replace("experts", "router")
-            share = (Share("gpu:0", 0, catalog.group(name).units),)
+        name = catalog.sparse_groups[0].name.replace("experts", "router")
+        share = {name: (Share("gpu:0", 0, catalog.group(name).units),)}
         return replace(
             placement,
-            shares={**placement.shares, name: share},
-            prefill_shares={**(placement.prefill_shares or placement.shares), name: share},
+            shares={**placement.shares, **share},
+            prefill_shares={**(placement.prefill_shares or placement.shares), **share},
         )
 
     with (
         fake_cards(monkeypatch),
-        pytest.raises(ValueError, match=words),
+        pytest.raises(ValueError, match="computes no router"),
         on_cards(model, first),
     ):
         pass
@@ -369,9 +525,16 @@ class Sizes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "mistral-window"])
+@pytest.mark.parametrize(
+    ("family", "seed", "has_more"),
+    [("gpt-oss", 2, False), ("gpt-oss", 1, True), ("mistral-window", 2, False)],
+)
 def test_kernels_of_steps_ask_for_no_more_memory_than_at_the_start(
-    tiny_model: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., Path],
+    family: str,
+    seed: int,
+    has_more: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So what the allocator was left with serves them, and it need not ask a driver that waits."""
     sizes = {name: Sizes() for name in ("warm_up", "begin", "compute")}
@@ -389,7 +552,8 @@ def test_kernels_of_steps_ask_for_no_more_memory_than_at_the_start(
         watch(name)
     model = tiny_model(family)
     options = Options(context=64, prefill_chunk=24)
-    with fake_cards(monkeypatch), on_cards(model, drawn(2, 1), options=options) as engine:
+    first = drawn(seed, 1, brings=has_more, sums=has_more)
+    with fake_cards(monkeypatch), on_cards(model, first, options=options) as engine:
         before = dict(sizes["warm_up"].largest)
         assert len(engine.generate(PROMPT, 64 - len(PROMPT))) == 64 - len(PROMPT)
     assert sizes["warm_up"].largest == before
@@ -400,17 +564,18 @@ def test_kernels_of_steps_ask_for_no_more_memory_than_at_the_start(
 
 
 def test_pieces_end_where_somebody_waits() -> None:
-    def instruction(group: str, waits: int = 0, is_awaited: bool = False) -> CardInstruction:
+    def instruction(group: str, num_waits: int = 0, is_awaited: bool = False) -> CardInstruction:
         wait = CounterWait(0, 0, 1)
-        return CardInstruction(group, 0, 1, (wait,) * waits, Crossings((), ()), (), (), is_awaited)
+        waits = (wait,) * num_waits
+        return CardInstruction(group, 0, 1, waits, Crossings((), ()), (), (), 0, is_awaited)
 
     program = [
-        instruction("a", waits=1),
+        instruction("a", 1),
         instruction("b"),
         instruction("c", is_awaited=True),
         instruction("eager"),
         instruction("d"),
-        instruction("e", waits=1),
+        instruction("e", 1),
         instruction("f", is_awaited=True),
         instruction("g"),
     ]

@@ -50,6 +50,10 @@ def test_a_decode_step_asks_for_no_value(
     operators.begin(ROWS)
     for group in groups:
         if group.kind == "experts":
+            assert config.moe is not None
+            here = torch.zeros(config.moe.num_experts, dtype=torch.bool, device=DEVICE)
+            others = operators.buffers.expert_output, operators.buffers.expert_output_chunk
+            operators.take_experts(here, [], ROWS, others)
             operators.add_experts(ROWS)
             continue
         parts = group.parts[:1] if group.kind == "gate_up" else group.parts
