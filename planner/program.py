@@ -120,24 +120,16 @@ def cut_over(
             brings = streams[lane].lane
             ordinals = places[brings]
             if brings not in known:
-                known[brings] = []
                 if group.kind == "experts" and ordinals:
                     numbers = [catalog.expert_number(layer, e) for e in experts[brings][layer]]
                     units = _units_of(group, shares[group.name], lane)
+                    come = zip(numbers, units[len(units) - len(numbers) :], strict=True)
+                    known[brings] = [Streamed(ordinals[n], unit, unit + 1) for n, unit in come]
+                else:
+                    blocks = [(index, catalog.blocks[index]) for index in group.blocks if ordinals]
                     known[brings] = [
-                        Streamed(ordinals[number], unit, unit + 1)
-                        for number, unit in zip(
-                            numbers, units[len(units) - len(numbers) :], strict=True
-                        )
-                    ]
-                elif ordinals:
-                    known[brings] = [
-                        Streamed(
-                            ordinals[index],
-                            catalog.blocks[index].first_unit,
-                            catalog.blocks[index].last_unit,
-                        )
-                        for index in group.blocks
+                        Streamed(ordinals[index], block.first_unit, block.last_unit)
+                        for index, block in blocks
                         if index in ordinals
                     ]
             if not known[brings]:

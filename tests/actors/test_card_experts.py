@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cards import drawn, machine_with
 from inprocess import AMPLE, ONE_THREAD, collect, cut, running
-from mixture_files import write_published_gpt_oss
+from mixture_files import model_of_family
 from test_experts_run import MANY, read_nbytes
 from tiny import tiny_tokens
 
@@ -64,10 +64,7 @@ def on_cards(
 def test_any_experts_on_cards_give_the_same_tokens(
     tiny_model: Callable[..., Path], tmp_path: Path, family: str, cards: int
 ) -> None:
-    if family == "published":
-        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
-    else:
-        model = tiny_model(family)
+    model = model_of_family(tiny_model, tmp_path, family)
     experts = cut(model, OPTIONS, ONE_THREAD).catalog.experts
     assert experts is not None
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
@@ -93,10 +90,7 @@ def test_experts_that_are_brought_for_prompts_give_the_same_tokens(
     tiny_model: Callable[..., Path], tmp_path: Path, family: str, cards: int
 ) -> None:
     """Out of their slots in RAM, where few others or all of them have one, too."""
-    if family == "published":
-        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
-    else:
-        model = tiny_model(family)
+    model = model_of_family(tiny_model, tmp_path, family)
     experts = cut(model, OPTIONS, ONE_THREAD).catalog.experts
     assert experts is not None
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:

@@ -16,7 +16,7 @@ from card_layouts import interpret_few_programs, needs_interpreter
 from cards import OPTIONS, cut_points, drawn, machine_with, on_cards
 from fake_card import FakeRuntime, fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running
-from mixture_files import write_published_gpt_oss
+from mixture_files import model_of_family
 from test_experts_run import MANY, read_nbytes
 from tiny import tiny_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,10 +66,7 @@ def test_any_experts_on_cards_give_the_same_tokens(
     family: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if family == "published":
-        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
-    else:
-        model = tiny_model(family)
+    model = model_of_family(tiny_model, tmp_path, family)
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         tokens, logits = engine.generate(PROMPT, 16), engine.logits(PROMPT)
     tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE
@@ -94,10 +91,7 @@ def test_experts_that_are_brought_for_prompts_give_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Out of their slots in RAM, through rings that are smaller than a layer's experts."""
-    if family == "published":
-        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
-    else:
-        model = tiny_model(family)
+    model = model_of_family(tiny_model, tmp_path, family)
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         tokens, logits = engine.generate(PROMPT, 8), engine.logits(PROMPT)
     tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE
@@ -122,10 +116,7 @@ def test_any_card_may_add_up_what_experts_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What it has computed stays there; what processors and other cards have comes over."""
-    if family == "published":
-        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
-    else:
-        model = tiny_model(family)
+    model = model_of_family(tiny_model, tmp_path, family)
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         tokens, logits = engine.generate(PROMPT, 8), engine.logits(PROMPT)
     tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +252,10 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
         fields["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
         fields["expert_gating_func"] = _GATING_OF_GPT_OSS
     return fields
+
+
+def model_of_family(tiny_model: Callable[..., Path], tmp_path: Path, family: str) -> Path:
+    """A small mixture; "published" is GPT-OSS as it is published, in MXFP4."""
+    if family == "published":
+        return write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
+    return tiny_model(family)
