@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from inprocess import AMPLE, ONE_THREAD, TWO_LANES, TWO_THREADS, InProcess, collect, cut, running
 from mixture_files import (
+    model_of_family,
     round_experts,
     write_mixture_gguf,
     write_published_gpt_oss,
@@ -169,10 +170,7 @@ def test_tokens_do_not_depend_on_what_is_in_ram(
     family: str,
     cores: Sequence[Sequence[int]],
 ) -> None:
-    if family == "published":
-        model = write_published_gpt_oss(tiny_model("gpt-oss"), tmp_path / family)
-    else:
-        model = tiny_model(family)
+    model = model_of_family(tiny_model, tmp_path, family)
     monkeypatch.setattr(arranged_experts, "PIECE_NBYTES", 4000)  # a tensor is in many pieces
     experts = cut(model, OPTIONS, cores).catalog.experts
     assert experts is not None
