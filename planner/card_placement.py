@@ -19,6 +19,7 @@ from shadowlane.planner.draft import Draft, up
 from shadowlane.planner.hit_rate import missing_nbytes
 from shadowlane.planner.hybrid import Plan, vram_room
 from shadowlane.planner.hybrid_layouts import Question
+from shadowlane.planner.micro_batches import with_micro_batches
 from shadowlane.planner.pins import catalog_homes
 from shadowlane.planner.placement import (
     MIN_SLOTS,
@@ -134,6 +135,7 @@ def place_on_cards(
         cards=parts,
         prefill_shares=None if prefill_shares == shares else prefill_shares,
     )
+    placement = with_micro_batches(catalog, placement, request.micro_batches)
     assert placement.total_nbytes <= request.ram, placement
     exact = plan_of(catalog, placement, question.model)
     return replace(placement, predicted_step_s=question.times(exact).step_s)

@@ -49,6 +49,7 @@ class EngineArguments:
     shares: Sequence[float] | None = None
     spin_us: int | None = None
     subchunks: int | None = None
+    micro_batches: int = 1
     trace_routing: str | Path | None = None
     replay_routing: str | Path | None = None
     expert_policy: str | None = None
@@ -136,6 +137,7 @@ def spec_of(path: Path, asked: EngineArguments) -> ServiceSpec:
         subchunks=None
         if asked.subchunks is None
         else whole_number("subchunks", asked.subchunks, 1),
+        micro_batches=_micro_batches(asked.micro_batches, cards),
         trace_routing=None if asked.trace_routing is None else Path(asked.trace_routing).absolute(),
         replay_routing=None
         if asked.replay_routing is None
@@ -192,6 +194,13 @@ def _ram(asked: str | int | None, emulated: Emulated | None) -> tuple[int, int |
     machine = emulated.hardware
     most = int(machine.ram_nbytes - machine.reserved_nbytes)
     return min(free.budget_nbytes, most), free.headroom_nbytes
+
+
+def _micro_batches(asked: int, cards: Sequence[CardSettings]) -> int:
+    count = whole_number("micro_batches", asked, 1)
+    if count > 1 and not cards:
+        raise ValueError(f"micro_batches needs cards, which work one behind another; got {count}")
+    return count
 
 
 def _expand(asked: bool | None, *, is_budget_named: bool) -> Expand:
