@@ -227,7 +227,7 @@ def _check_units(catalog: Catalog, programs: Mapping[str, Program], micro_batche
                     f"{group.name}: units {position}..{group.units} are computed by nobody"
                 )
     if computed:
-        raise InconsistentPrograms(f"nobody wants {sorted(computed)} of {micro_batches}")
+        raise InconsistentPrograms(f"nobody wants {sorted(computed)}")
 
 
 def _check_dependencies(
