@@ -131,7 +131,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--subchunks", type=int, default=8)
     parser.add_argument("--rows", type=int, default=128, help="of a sub-chunk")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--slowed", type=float, default=20_000.0)
+    parser.add_argument("--slowed", type=float, default=50_000.0)
     given = parser.parse_args()
     if given.counts[0] != 1:
         parser.error("--counts must begin with 1, which the others are held against")
