@@ -407,7 +407,7 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
             cards_route=request.cards_route,
             brings_experts=True,
         ),
-        catalog_homes(catalog, request.pins, len(request.cards)),
+        catalog_homes(catalog, request.pins, len(request.cards), cards_route=request.cards_route),
     )
     context = min(request.context or DEFAULT_CONTEXT, model.max_context)
     work = Work(

@@ -22,7 +22,9 @@ def card_report(
     is_emulated: that machine is not here; otherwise its figures have been measured.
     """
     question = question_over_cards(catalog, request)
-    homes = catalog_homes(catalog, request.pins, len(request.cards))
+    homes = catalog_homes(
+        catalog, request.pins, len(request.cards), cards_route=request.cards_route
+    )
     plan = plan_of(catalog, placement, question.model)
     decode = question.times(plan)
     prompts = question.prompts
