@@ -24,7 +24,6 @@ STRATEGIES = (
     "cpu-moe",
     "cpu",
 )
-EVERY_LAYER = 10**6  # more than any model has
 MOST_SLOWED = 1e6
 
 
@@ -98,6 +97,8 @@ def strategy_of(
     if gpu_layers is not None:
         return "layer-split", whole_number("gpu_layers", gpu_layers, 0)
     if cpu_moe:
+        from shadowlane.planner.hand_placement import EVERY_LAYER
+
         return "cpu-moe", EVERY_LAYER
     if n_cpu_moe is not None:
         return "cpu-moe", whole_number("n_cpu_moe", n_cpu_moe, 0)

@@ -268,7 +268,7 @@ def bench(
     if engine.is_emulated:
         show_summary(stats)
     if explain:
-        show_decisions(stats)
+        show_decisions(stats, is_by_hand=engine.is_by_hand)
 
 
 def _refuse(context: typer.Context, names: Sequence[str], rule: str) -> None:

@@ -436,6 +436,13 @@ class EngineOptions:
     def is_emulated(self) -> bool:
         return self.given.get("hardware") is not None
 
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether a layout was asked for, which stays."""
+        layers = self.given.get("gpu_layers"), self.given.get("n_cpu_moe")
+        is_moe = bool(self.given.get("cpu_moe"))
+        return is_moe or layers != (None, None) or self.given.get("strategy") not in (None, "auto")
+
     def open(self, path: Path, progress: Callable[[str, float | None], None], **more: Any) -> LLM:
         """Starts the engine on the model at `path`. Raises ModelError, ValueError, OSError."""
         from shadowlane.llm import LLM

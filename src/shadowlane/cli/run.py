@@ -123,7 +123,7 @@ def run(
         print(flush=True)
     show_summary(stats)
     if explain:
-        show_decisions(stats)
+        show_decisions(stats, is_by_hand=engine.is_by_hand)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
