@@ -193,7 +193,9 @@ class CardPlanner:
         chosen = event.experts_chosen + event.experts_on_cards
         hits = event.experts_on_cards / chosen if chosen else None
         busy_s, kinds_s = _by_lane(event)
-        measured = StepMeasured(event.seconds, busy_s, kinds_s=kinds_s, hits=hits)
+        measured = StepMeasured(
+            event.seconds, busy_s, kinds_s=kinds_s, hits=hits, crossings_s=event.crossings_s
+        )
         if event.context > GROWTH * self._work.context:
             context = min(2 * self._work.context, self._work.max_context)
             if context > self._work.context:
