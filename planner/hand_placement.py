@@ -113,7 +113,7 @@ def layers_note(model: Model, strategy: str, layers: int | None) -> tuple[str, .
 def _too_large(question: Question, strategy: str, layers: int | None) -> str:
     """How much is wanted, how much there is, and what to change."""
     setting = "" if layers is None else f" {layers}"
-    hints = ["a smaller ctx_size", "more gpu_memory or ram"]
+    hints = ["a smaller ctx_size", "more gpu_memory or RAM"]
     if strategy in OF_ONE:
         return _does_not_fit(question, strategy, OF_ONE[strategy], hints)
     numbers = range(most_layers(question.model, strategy) + 1)

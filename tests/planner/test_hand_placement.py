@@ -32,7 +32,7 @@ def test_a_layout_that_does_not_fit_says_what_it_wants_and_what_there_is() -> No
         plan_by_hand(asked, "cpu-moe", 0)
     text = str(told.value)
     assert f"there are {show_nbytes(room)} of" in text
-    found = re.search(r"take cpu-moe (\d+), a smaller ctx_size or more gpu_memory or ram$", text)
+    found = re.search(r"take cpu-moe (\d+), a smaller ctx_size or more gpu_memory or RAM$", text)
     assert found is not None, text
     nearest = int(found[1])
     plan_by_hand(asked, "cpu-moe", nearest)

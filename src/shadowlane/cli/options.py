@@ -379,7 +379,7 @@ Seed = Annotated[
 ]
 Stop = Annotated[
     list[str] | None,
-    # Its environment variable is read in engine_options.py: typer would split the value at every space.
+    # engine_options.py reads its environment variable: typer would split it at every space.
     typer.Option(
         "--stop",
         metavar="TEXT",
