@@ -27,6 +27,7 @@ from shadowlane.planner.hybrid_layouts import (
     best_of,
     by_hand,
     free_nbytes,
+    in_micro_batches,
     pack,
     settle,
     streamed,
@@ -86,7 +87,10 @@ def search(
     if "refine" in using:
         tries = min(MOST_TRIES, TRIES_OF_LOADS // len(question.model.loads))
         best = refine(question, best, tries, using)
-    return _calmest(best, tried)
+    best = _calmest(best, tried)
+    if len(question.machine.cards) < 2 or all(work.phase == "decode" for work in question.works):
+        return best
+    return best_of(question, (in_micro_batches(question, each.plan) for each in tried), best)
 
 
 def _calmest(best: Answer, others: Sequence[Answer]) -> Answer:
@@ -131,6 +135,9 @@ def _starts(question: Question, using: Collection[str]) -> Iterator[Plan | None]
             for way, across in ways:
                 spread = pack(question, order, limit, by_one="experts" in using, across=across)
                 yield settle(question, name + suffix + way, spread)
+    if len(question.machine.cards) > 1:
+        spread = pack(question, orders["layers"], whole, evenly=True)
+        yield settle(question, "layers, evenly", spread)
 
 
 def knapsack(question: Question) -> Plan | None:
