@@ -94,7 +94,7 @@ def search(
 
 
 def _calmest(best: Answer, others: Sequence[Answer]) -> Answer:
-    """Of what is as fast as `best`, the one whose links have least to do; of several the fastest."""
+    """Of what is as fast as `best`, what has least to do for links; of several the fastest."""
     alike = [other for other in others if other.seconds <= best.seconds * (1.0 + ALIKE)]
     return min([*alike, best], key=lambda answer: (_links_s(answer), answer.seconds))
 
