@@ -71,7 +71,7 @@ def place_on_cards(
     tokens = min(request.context or question.work.max_context, catalog.max_context)
     kv_pages = -(-tokens // catalog.page_tokens) * request.max_batch
     kv_nbytes = kv_pages * catalog.page_nbytes
-    homes = catalog_homes(catalog, request.pins, len(cards))
+    homes = catalog_homes(catalog, request.pins, len(cards), cards_route=request.cards_route)
     rooms = _budgets(cards, question, budgets)
     draft = Draft(catalog, plan, question, cards, rooms, kv_nbytes, homes)
     draft.fit_cards()
@@ -135,7 +135,8 @@ def place_on_cards(
         cards=parts,
         prefill_shares=None if prefill_shares == shares else prefill_shares,
     )
-    placement = with_micro_batches(catalog, placement, request.micro_batches)
+    most = request.micro_batches or plan.micro_batches
+    placement = with_micro_batches(catalog, placement, most)
     assert placement.total_nbytes <= request.ram, placement
     exact = plan_of(catalog, placement, question.model)
     return replace(placement, predicted_step_s=question.times(exact).step_s)

@@ -50,7 +50,7 @@ class Request:
     pins: Mapping[str, str] = field(default_factory=dict)  # pattern of group names -> home
     expand: Expand = "never"
     subchunks: int | None = None  # most sub-chunks of a prompt that one step carries; None: chosen
-    micro_batches: int = 1  # most groups in which these go through the layers, where they can
+    micro_batches: int | None = None  # most groups in which these go through cards; None: chosen
     machine: Hardware | None = None  # with cards: all that is known of its speed
     cards: tuple[int, ...] = ()  # bytes of each card's memory
     cards_route: bool = False  # they may compute routers: emulated ones can, those here cannot yet
@@ -75,7 +75,7 @@ class Request:
             raise ValueError(f"num_slots must be at least {MIN_SLOTS}; got {self.num_slots}")
         if self.subchunks is not None and self.subchunks < 1:
             raise ValueError(f"subchunks must be at least 1; got {self.subchunks}")
-        if self.micro_batches < 1:
+        if self.micro_batches is not None and self.micro_batches < 1:
             raise ValueError(f"micro_batches must be at least 1; got {self.micro_batches}")
         for pattern, home in self.pins.items():
             if not HOMES.fullmatch(home):

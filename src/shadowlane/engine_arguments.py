@@ -14,6 +14,7 @@ from shadowlane.arguments import (
     DTYPES,
     KV_NAMES,
     MAX_SPIN_US,
+    file_name,
     lane_shares,
     named_pins,
     one_of,
@@ -49,7 +50,7 @@ class EngineArguments:
     shares: Sequence[float] | None = None
     spin_us: int | None = None
     subchunks: int | None = None
-    micro_batches: int = 1
+    micro_batches: int | None = None
     trace_routing: str | Path | None = None
     replay_routing: str | Path | None = None
     expert_policy: str | None = None
@@ -137,11 +138,11 @@ def spec_of(path: Path, asked: EngineArguments) -> ServiceSpec:
         subchunks=None
         if asked.subchunks is None
         else whole_number("subchunks", asked.subchunks, 1),
-        micro_batches=_micro_batches(asked.micro_batches, cards),
-        trace_routing=None if asked.trace_routing is None else Path(asked.trace_routing).absolute(),
-        replay_routing=None
-        if asked.replay_routing is None
-        else Path(asked.replay_routing).absolute(),
+        micro_batches=None
+        if asked.micro_batches is None
+        else _micro_batches(asked.micro_batches, cards),
+        trace_routing=_path("trace_routing", asked.trace_routing),
+        replay_routing=_path("replay_routing", asked.replay_routing),
         expert_policy=None
         if asked.expert_policy is None
         else policy_named(asked.expert_policy).name,
@@ -161,8 +162,8 @@ def _machine(
     if hardware is not None:
         how["seed"] = how.pop("emulate_seed")
         return (*emulated_machine(hardware, gpu_memory, fixed_costs=fixed_costs, **how), None)
-    for name, value in how.items():
-        if value not in (None, ()):
+    for name, value in (how | {"fixed_costs": None if fixed_costs == 1.0 else fixed_costs}).items():
+        if value is not None and value not in ((), []):
             raise ValueError(f"{name} needs hardware, the machine that is to be emulated")
     if gpu_memory is None or str(gpu_memory).strip() == "0":
         return (), None, None
@@ -173,6 +174,10 @@ def _machine(
 
     cards, measured = cards_here(gpu_memory, model)
     return cards, None, measured
+
+
+def _path(name: str, asked: str | Path | None) -> Path | None:
+    return None if asked is None else Path(file_name(name, asked)).absolute()
 
 
 def _ram(asked: str | int | None, emulated: Emulated | None) -> tuple[int, int | None]:
