@@ -20,7 +20,7 @@ from shadowlane.planner.following import Following
 from shadowlane.planner.hand_placement import OF_ONE, plan_by_hand
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Plan, Prompts, Work, known_hits, model_of
-from shadowlane.planner.hybrid_layouts import Question, TooLarge
+from shadowlane.planner.hybrid_layouts import Answer, Question, TooLarge
 from shadowlane.planner.hybrid_learning import StepMeasured
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import (
@@ -31,6 +31,7 @@ from shadowlane.planner.hybrid_shadow import (
     MemoryTaken,
     Move,
     Refused,
+    ShadowSettings,
     Switch,
     WorkChanged,
 )
@@ -39,7 +40,8 @@ from shadowlane.planner.pins import catalog_homes, check_pins_fit, pinned
 from shadowlane.planner.placement import InfeasiblePlan, Placement, Request, show_nbytes
 from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.ram_watch import RamWatch
-from shadowlane.planner.search import later_slots
+from shadowlane.planner.rings import laid_out, takes_experts, with_rings, without_unused
+from shadowlane.planner.search import TIE, later_slots
 from shadowlane.planner.shortage import what_is_short
 from shadowlane.planner.stages import first_stage, with_experts
 from shadowlane.planner.trial import Option, Settings
@@ -113,6 +115,7 @@ class CardPlanner:
             self.placements.take_over(
                 Option.as_placed("taken over", event.placement), event.newest_id
             )
+            self._machine = laid_out(self.catalog, self._machine, event.placement)
             self._open_shadow(event.placement)
         elif isinstance(event, ev.StepRetired):
             commands = self._step_retired(event)
@@ -137,16 +140,34 @@ class CardPlanner:
         strategy = self.request.strategy
         if strategy == OURS:
             try:
-                plan = search(question).plan
+                best = search(question)
             except TooLarge as error:
                 raise TooLarge(f"{error}: {what_is_short(question)}") from None
+            question, plan = self._with_rings(question, best)
         else:
             plan = plan_by_hand(question, strategy, self.request.strategy_layers)
         placement = self._exact(plan, question)
+        self._machine = laid_out(self.catalog, self._machine, placement)
         self._open_shadow(placement)
         return self.placements.publish(
             Option.as_placed(placement.strategy, placement), f"first plan: {placement.strategy}"
         )
+
+    def _with_rings(self, question: Question, best: Answer) -> tuple[Question, Plan]:
+        """The question with a ring on each card, and the best plan for it, if plans may change.
+
+        A ring that would slow this plan down by more than a change has to promise is left out.
+        """
+        if not self.request.replan:
+            return question, best.plan
+        asked = with_rings(self.catalog, question, best.plan)
+        if asked.fits(best.plan) and asked.answer(best.plan).seconds <= best.seconds * (1.0 + TIE):
+            return asked, best.plan
+        with suppress(TooLarge):
+            found = search(asked)
+            if found.seconds <= best.seconds * (1.0 + ShadowSettings().gain):
+                return asked, found.plan
+        return without_unused(asked, best.plan), best.plan
 
     def _open_shadow(self, placement: Placement) -> None:
         """Layouts by hand stay as they are: they are what a shadow is measured against."""
@@ -398,6 +419,7 @@ def check_over_cards(catalog: Catalog, request: Request) -> None:
 def question_over_cards(catalog: Catalog, request: Request) -> Question:
     """For decode, and a part of a chunk of a prompt for every token of an answer."""
     assert request.machine is not None, "cards are planned for on a machine that is described"
+    machine = within_budgets(request.machine, request)
     model = pinned(
         # NOTE: a catalog calls its model by a fingerprint, which tells nobody anything.
         model_of(
@@ -405,7 +427,7 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
             "the model",
             is_ours=True,
             cards_route=request.cards_route,
-            brings_experts=True,
+            brings_experts=any(takes_experts(catalog, card) for card in machine.cards),
         ),
         catalog_homes(catalog, request.pins, len(request.cards)),
     )
@@ -418,7 +440,6 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
     )
     rows = min(catalog.subchunk_rows, context)
     prompt = Work("prefill", rows=rows, context=rows, max_context=context)
-    machine = within_budgets(request.machine, request)
     check_pins_fit(model, work, machine)
     hits = known_hits(catalog, model)
     prompts = Prompts(prompt, PROMPT_TOKENS / rows)
