@@ -14,15 +14,20 @@ from dataclasses import dataclass, replace
 
 from shadowlane.planner import events as ev
 from shadowlane.planner.card_placement import place_on_cards
+from shadowlane.planner.card_question import (
+    OURS,
+    beside_rings,
+    beside_subchunks,
+    plan_over_cards,
+    question_over_cards,
+)
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.context import DEFAULT_CONTEXT
 from shadowlane.planner.following import Following
-from shadowlane.planner.hand_placement import OF_ONE, plan_by_hand
+from shadowlane.planner.hand_placement import OF_ONE
 from shadowlane.planner.hardware import Hardware
-from shadowlane.planner.hybrid import HitRate, Model, Plan, Prompts, Work, known_hits, model_of
-from shadowlane.planner.hybrid_layouts import Answer, Question, TooLarge
+from shadowlane.planner.hybrid import HitRate, Model, Plan, known_hits
+from shadowlane.planner.hybrid_layouts import Question, TooLarge
 from shadowlane.planner.hybrid_learning import StepMeasured
-from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import (
     Arrived,
     Command,
@@ -31,25 +36,20 @@ from shadowlane.planner.hybrid_shadow import (
     MemoryTaken,
     Move,
     Refused,
-    ShadowSettings,
     Switch,
     WorkChanged,
 )
 from shadowlane.planner.lifecycle import Placements, Record
-from shadowlane.planner.pins import catalog_homes, check_pins_fit, pinned
 from shadowlane.planner.placement import InfeasiblePlan, Placement, Request, show_nbytes
 from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.ram_watch import RamWatch
-from shadowlane.planner.rings import laid_out, takes_experts, with_rings, without_unused
-from shadowlane.planner.search import TIE, later_slots
-from shadowlane.planner.shortage import what_is_short
+from shadowlane.planner.rings import laid_out
+from shadowlane.planner.search import later_slots
 from shadowlane.planner.stages import first_stage, with_experts
 from shadowlane.planner.trial import Option, Settings
 
 STORY_ENTRIES = 12
 GROWTH = 1.5  # of a context, that makes the shadow think of longer ones
-PROMPT_TOKENS = 2.0  # of a prompt, for each token of an answer
-OURS = "auto"  # the strategy that is searched for, not one of those by hand
 
 
 @dataclass(slots=True)
@@ -68,15 +68,10 @@ class CardPlanner:
         self, catalog: Catalog, request: Request, settings: Settings | None = None
     ) -> None:
         self.catalog = catalog
-        self.request = request
         self.settings = settings or Settings()
         self.placements = Placements(self.settings, self.story)
         self.history: deque[str] = deque(maxlen=100)
-        asked = question_over_cards(catalog, request)
-        self.model: Model = asked.model
-        self._machine: Hardware = asked.machine
-        self._work = asked.work
-        self._prompts = asked.prompts
+        self._ask(request)
         self._shadow: HybridShadow | None = None
         self._following: Following | None = None  # of a mixture
         self._expected: dict[int, _Expected] = {}
@@ -84,6 +79,15 @@ class CardPlanner:
         self._left = MemoryTaken(0.0)  # as the shadow has it
         self._taken = MemoryTaken(0.0)  # by other programs, beside what the budget gave way to
         self.watch = None if request.headroom is None else RamWatch(request.ram, request.headroom)
+
+    def _ask(self, request: Request) -> None:
+        """request: with the sub-chunks of a chunk, once they have been chosen."""
+        asked = question_over_cards(self.catalog, request)
+        self.request = request
+        self.model: Model = asked.model
+        self._machine: Hardware = asked.machine
+        self._work = asked.work
+        self._prompts = asked.prompts
 
     # -- what may be asked
 
@@ -115,6 +119,7 @@ class CardPlanner:
             self.placements.take_over(
                 Option.as_placed("taken over", event.placement), event.newest_id
             )
+            self._ask(replace(self.request, subchunks=event.placement.subchunks))
             self._machine = laid_out(self.catalog, self._machine, event.placement)
             self._open_shadow(event.placement)
         elif isinstance(event, ev.StepRetired):
@@ -136,38 +141,17 @@ class CardPlanner:
         return commands
 
     def _begin(self) -> list[ev.Command]:
-        question = question_over_cards(self.catalog, self.request)
-        strategy = self.request.strategy
-        if strategy == OURS:
-            try:
-                best = search(question)
-            except TooLarge as error:
-                raise TooLarge(f"{error}: {what_is_short(question)}") from None
-            question, plan = self._with_rings(question, best)
-        else:
-            plan = plan_by_hand(question, strategy, self.request.strategy_layers)
+        plan, request = plan_over_cards(self.catalog, self.request)
+        self._ask(request)
+        question = question_over_cards(self.catalog, request)
+        if request.strategy == OURS and request.replan:
+            question, plan = beside_rings(self.catalog, question, plan)
         placement = self._exact(plan, question)
         self._machine = laid_out(self.catalog, self._machine, placement)
         self._open_shadow(placement)
         return self.placements.publish(
             Option.as_placed(placement.strategy, placement), f"first plan: {placement.strategy}"
         )
-
-    def _with_rings(self, question: Question, best: Answer) -> tuple[Question, Plan]:
-        """The question with a ring on each card, and the best plan for it, if plans may change.
-
-        A ring that would slow this plan down by more than a change has to promise is left out.
-        """
-        if not self.request.replan:
-            return question, best.plan
-        asked = with_rings(self.catalog, question, best.plan)
-        if asked.fits(best.plan) and asked.answer(best.plan).seconds <= best.seconds * (1.0 + TIE):
-            return asked, best.plan
-        with suppress(TooLarge):
-            found = search(asked)
-            if found.seconds <= best.seconds * (1.0 + ShadowSettings().gain):
-                return asked, found.plan
-        return without_unused(asked, best.plan), best.plan
 
     def _open_shadow(self, placement: Placement) -> None:
         """Layouts by hand stay as they are: they are what a shadow is measured against."""
@@ -189,13 +173,23 @@ class CardPlanner:
         """A running engine keeps its ring and its slots for experts. Raises InfeasiblePlan."""
         active = self.active_placement
         if active is None:
-            return place_on_cards(self.catalog, plan, self.request, question)
+            return self._for_others(
+                place_on_cards(self.catalog, plan, self.request, question), plan
+            )
         ring = active.num_slots or later_slots(self.catalog.slot_nbytes)
         request = replace(self.request, num_slots=self.request.num_slots or ring)
         slots, catalog = active.expert_slots, self.catalog
         if self._following is not None:
             catalog = self._following.ranked(catalog)
-        return place_on_cards(catalog, plan, request, question, expert_slots=slots, before=active)
+        placement = place_on_cards(
+            catalog, plan, request, question, expert_slots=slots, before=active
+        )
+        return self._for_others(placement, plan)
+
+    def _for_others(self, placement: Placement, plan: Plan) -> Placement:
+        """With the chunks that other sequences' tokens may have to wait for."""
+        count = beside_subchunks(self.catalog, self.request, plan)
+        return replace(placement, beside_subchunks=count)
 
     # -- steps
 
@@ -218,7 +212,9 @@ class CardPlanner:
         chosen = event.experts_chosen + event.experts_on_cards
         hits = event.experts_on_cards / chosen if chosen else None
         busy_s, kinds_s = _by_lane(event)
-        measured = StepMeasured(event.seconds, busy_s, kinds_s=kinds_s, hits=hits)
+        measured = StepMeasured(
+            event.seconds, busy_s, kinds_s=kinds_s, hits=hits, crossings_s=event.crossings_s
+        )
         if event.context > GROWTH * self._work.context:
             context = min(2 * self._work.context, self._work.max_context)
             if context > self._work.context:
@@ -414,45 +410,6 @@ def check_over_cards(catalog: Catalog, request: Request) -> None:
             place_on_cards(catalog, plan, request, question)
             return
     first_over_cards(catalog, request)
-
-
-def question_over_cards(catalog: Catalog, request: Request) -> Question:
-    """For decode, and a part of a chunk of a prompt for every token of an answer."""
-    assert request.machine is not None, "cards are planned for on a machine that is described"
-    machine = within_budgets(request.machine, request)
-    model = pinned(
-        # NOTE: a catalog calls its model by a fingerprint, which tells nobody anything.
-        model_of(
-            catalog,
-            "the model",
-            is_ours=True,
-            cards_route=request.cards_route,
-            brings_experts=any(takes_experts(catalog, card) for card in machine.cards),
-        ),
-        catalog_homes(catalog, request.pins, len(request.cards)),
-    )
-    context = min(request.context or DEFAULT_CONTEXT, model.max_context)
-    work = Work(
-        sequences=request.max_batch,
-        rows=request.max_batch,
-        context=min(512, context),
-        max_context=context,
-    )
-    rows = min(catalog.subchunk_rows, context)
-    prompt = Work("prefill", rows=rows, context=rows, max_context=context)
-    check_pins_fit(model, work, machine)
-    hits = known_hits(catalog, model)
-    prompts = Prompts(prompt, PROMPT_TOKENS / rows)
-    return Question(model, machine, work, hit_rate=hits, prompts=prompts)
-
-
-def within_budgets(machine: Hardware, request: Request) -> Hardware:
-    """The machine with as much memory as the request gives: nothing else of it is anybody's."""
-    cards = tuple(
-        replace(card, vram_nbytes=float(budget), reserved_nbytes=0.0)
-        for card, budget in zip(machine.cards, request.cards, strict=True)
-    )
-    return replace(machine, cards=cards, ram_nbytes=float(request.ram), reserved_nbytes=0.0)
 
 
 def _always(rate: float) -> HitRate:
