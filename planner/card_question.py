@@ -121,13 +121,21 @@ def beside_rings(catalog: Catalog, question: Question, plan: Plan) -> tuple[Ques
     """
     asked = with_rings(catalog, question, plan)
     seconds = question.answer(plan).seconds
-    if asked.fits(plan) and asked.answer(plan).seconds <= seconds * (1.0 + TIE):
-        return asked, plan
-    with suppress(TooLarge):
-        found = search(asked)
-        if found.seconds <= seconds * (1.0 + MOST_UNUSED):
-            return asked, found.plan
-    return without_unused(asked, plan), plan
+    found: list[tuple[float, Question, Plan]] = []
+    if asked.fits(plan):
+        found.append((asked.answer(plan).seconds, asked, plan))
+        if found[0][0] <= seconds * (1.0 + TIE):
+            return asked, plan
+    for each in (asked, with_rings(catalog, question, plan, is_least=True)):
+        with suppress(TooLarge):
+            answer = search(each)
+            found.append((answer.seconds, each, answer.plan))
+    if not found or min(s for s, _, _ in found) > seconds * (1.0 + MOST_UNUSED):
+        fewer = without_unused(asked, plan)
+        if fewer.fits(plan) or not found:
+            found.append((fewer.answer(plan).seconds, fewer, plan))
+    _, question, plan = min(found, key=lambda each: each[0])
+    return question, plan
 
 
 def request_s(catalog: Catalog, request: Request, count: int, answer: Answer) -> float:

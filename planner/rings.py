@@ -60,11 +60,14 @@ def most_slots(card: Card, slot_nbytes: int, budget: int) -> int:
     return max(MIN_SLOTS, min(int(stage_nbytes(card)), budget) // slot_nbytes)
 
 
-def with_rings(catalog: Catalog, question: Question, plan: Plan) -> Question:
+def with_rings(
+    catalog: Catalog, question: Question, plan: Plan, *, is_least: bool = False
+) -> Question:
     """The question of an engine that is to start with `plan`, or one much like it, and has rings.
 
     Where the plan brings something, the ring is as large as it counts on. Where it does not, the
     ring takes what the plan leaves free, up to as much; at least `UNUSED_RING_PART` of the card.
+    is_least: no ring is larger than that.
     """
     need = demand(question.model, plan, question.work, question.machine, question.state)
     comes = any(load.comes for load in question.model.loads)
@@ -73,9 +76,11 @@ def with_rings(catalog: Catalog, question: Question, plan: Plan) -> Question:
         slot = card_slot_nbytes(catalog, card, comes=comes)
         most = most_slots(card, slot, memory_of(card))
         slots = most
-        if most and not stage:
+        if most and (is_least or not stage):
             room = vram_room(card, question.state)
-            wanted = max(room - held, room / UNUSED_RING_PART)
+            wanted = room / UNUSED_RING_PART
+            if not is_least:
+                wanted = max(wanted, room - held)
             slots = min(most, max(MIN_SLOTS, int(wanted) // slot))
         cards.append(replace(card, ring_nbytes=float(slots * slot)))
     return replace(question, machine=replace(question.machine, cards=tuple(cards)))
