@@ -19,6 +19,7 @@ class Price(NamedTuple):
     read_nbytes: float  # off the disk
     more_s: float  # what the longest side takes beyond its mean, expected
     adds_up: int = 0  # the side that adds up what all sides give, where one does
+    is_read_first: bool = False  # of what is brought, some comes off the disk
 
     @property
     def is_carried(self) -> bool:
@@ -60,6 +61,7 @@ def price_of(
         tuple(load.nbytes * brought * part for part in site.over) if rates.cards else (),
         load.nbytes * on_disk if on_disk > NOTHING else 0.0,
         0.0,
+        is_read_first=brought > site.ram + NOTHING,
     )
 
 
@@ -86,7 +88,7 @@ def _price_experts(
         missing = chosen - on_cards
         there, here = on_cards + missing * part_brought, missing * (1.0 - part_brought)
         sides_s = _sides(load.nbytes, flops, there, here, site.over, rates)
-        if load.is_joined and site.vram + part_brought > 0.0:  # even where it only adds up
+        if load.is_joined and (adds_up or site.vram + part_brought > 0.0):  # even if no more
             least_s = rates.cards[adds_up - 1].launch_s if adds_up else rates.cpu_launch_s
             least_s = max(sides_s[adds_up], least_s)
             sides_s = (*sides_s[:adds_up], least_s, *sides_s[adds_up + 1 :])
@@ -110,6 +112,7 @@ def _price_experts(
         load.nbytes * chosen * max(0.0, lost),
         max(0.0, more_s),
         adds_up,
+        (1.0 - site.vram) * part_brought > site.ram + NOTHING,
     )
 
 
