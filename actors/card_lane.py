@@ -3,8 +3,8 @@
 Between two steps this lane's thread reads the record. Then it submits the step: for each
 instruction waits for other lanes' counters, kernels that fetch activations, compute, and leave
 behind what others read, and the write of its own counter. What lies between two waits of a decode
-step is a graph (`card_graphs.py`). Nothing of it waits for the card; for a processor's router it
-waits only where experts are computed for a chunk (`card_compute.py`).
+step is a graph (`card_graphs.py`). Nothing of it waits, but for a layer's router where experts are
+computed for a chunk (`card_compute.py`).
 
 A thread beside it serves the copies of this card's transfer lane (`copy_ring.py`), so that one
 context and one set of pinned pages is enough.
@@ -476,8 +476,11 @@ class CardLane:
         """Start the kernels of an instruction. False: aborted."""
         choice = None
         if (needed := computer.needs_choice(each, step.rows)) is not None:
-            layer, chosen = needed
-            if not self._wait_here(chosen, step):
+            layer, made = needed
+            if made.number == self.number:  # by this card: tell, if nobody else is to know
+                base = int(step.header[t.LANE_BASE + self.number])
+                self._stream.write_counter(self._address(self.number), base + each.retired - 1)
+            if not self._wait_here(made, step):
                 return False
             choice = self._activations.choice(layer, step.rows.num_rows)
         weights = self._weights_of(each, int(step.header[t.LINK_BASE + self.card]))
@@ -486,7 +489,7 @@ class CardLane:
         return True
 
     def _wait_here(self, wait: CounterWait, step: CardStep) -> bool:
-        """Wait in this thread, for a processor's counter. False: aborted."""
+        """Wait in this thread until a layer has been routed. False: aborted."""
         value = int(step.header[wait.base]) + wait.rel
         abort = self._arena.base + self._layout.abort
         while not self._stopping.is_set():
