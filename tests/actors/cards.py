@@ -209,10 +209,9 @@ def on_cards(
     return running(
         model,
         ram=AMPLE,
-        cores=ONE_THREAD,
         first=first,
         cards=(CardSettings(1 << 30),) * cards,
-        **{"options": OPTIONS, **where, **settings},
+        **{"options": OPTIONS, "cores": ONE_THREAD, **where, **settings},
     )
 
 
