@@ -176,7 +176,7 @@ def test_a_model_that_is_all_on_a_card_crosses_nothing_but_its_ends(
         assert use.on_cards == 11 * experts.num_layers * experts.top_k
         heat = now.expert_heat()
         assert heat is not None
-        assert heat.tokens > 0
+        assert heat.visits > 0
 
 
 @needs_interpreter
