@@ -405,7 +405,7 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
             "the model",
             is_ours=True,
             cards_route=request.cards_route,
-            are_here=request.are_here,
+            cards_here=request.cards_here,
             brings_experts=True,
         ),
         catalog_homes(catalog, request.pins, len(request.cards)),

@@ -53,7 +53,7 @@ class Request:
     machine: Hardware | None = None  # with cards: all that is known of its speed
     cards: tuple[int, ...] = ()  # bytes of each card's memory
     cards_route: bool = True  # they may compute routers
-    are_here: bool = False  # the cards, not emulated: see `Load.is_told`
+    cards_here: bool = False  # they are here, not emulated: see `Load.is_told`
     strategy: str = "auto"  # with cards: searched for, or a layout by hand
     strategy_layers: int | None = None  # of a layout that counts layers; None: as many as are best
     replan: bool = True

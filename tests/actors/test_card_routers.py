@@ -13,29 +13,18 @@ import inprocess
 import numpy as np
 import pytest
 from card_layouts import interpret_few_programs, needs_interpreter
-from cards import OPTIONS, drawn, machine_with, on_cards
+from card_mixtures import PROMPT, Mixture, few_slots, lane_of
+from cards import OPTIONS, all_on_a_card, drawn, machine_with, on_cards
 from fake_card import FakeRuntime, fake_cards
 from inprocess import AMPLE, FIRST, ONE_THREAD, PATIENCE_S, SECOND, collect, cut, listen, running
-from mixture_files import model_of_family
 from mortal import MortalScripted, collect_after_recovery, end_of, hear
-from test_card_mixtures import (
-    FAMILIES,
-    PACKED_TOLERANCE,
-    PROMPT,
-    TOLERANCE,
-    few_slots,
-    lane_of,
-)
 from test_experts_run import MANY
 from tiny import tiny_tokens
 
 from shadowlane.actors import engine as engines
 from shadowlane.actors.card_activations import Activations
 from shadowlane.actors.spec import CardSettings
-from shadowlane.planner.card_placement import place_on_cards
-from shadowlane.planner.card_planner import question_over_cards
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.hybrid import Plan, Site
 from shadowlane.planner.placement import LaneSpec, Placement, Request, Share
 from shadowlane.planner.routing_files import read_trace
 
@@ -55,28 +44,17 @@ def choosers(placement: Placement) -> list[str]:
 
 
 @pytest.mark.parametrize("cards", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
 def test_any_router_on_a_card_gives_the_same_tokens(
-    tiny_model: Callable[..., Path],
-    tmp_path: Path,
-    family: str,
-    cards: int,
-    monkeypatch: pytest.MonkeyPatch,
+    mixture: Mixture, cards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside experts that are there, that come, and that are read; whoever adds them up."""
-    model = model_of_family(tiny_model, tmp_path, family)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens, logits = engine.generate(PROMPT, 8), engine.logits(PROMPT)
-    tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE
     seen: set[str] = set()
-    few = few_slots(model)
+    few = few_slots(mixture.path)
     for seed, slots, brings in ((0, None, False), (1, few, False), (2, None, True)):
         first = drawn(seed, cards, slots, brings=brings, routes=True)
-        with fake_cards(monkeypatch, cards), on_cards(model, first, cards) as engine:
+        with fake_cards(monkeypatch, cards), on_cards(mixture.path, first, cards) as engine:
             seen |= set(choosers(engine.engine.placement))
-            for _ in range(2):
-                assert engine.generate(PROMPT, 8) == tokens or family == "published"
-            assert np.abs(engine.logits(PROMPT) - logits).max() <= tolerance
+            assert mixture.agrees(engine)
     assert any(each.startswith("gpu:") for each in seen)
 
 
@@ -108,13 +86,6 @@ def routed_by(
         cards=tuple(parts),
         **changes,
     )
-
-
-def all_on_a_card(catalog: Catalog, request: Request) -> Placement:
-    """All but the embedding, with all experts, as the planner cuts it; sums are the card's too."""
-    question = question_over_cards(catalog, request)
-    plan = Plan("all", (Site(1.0, 0.0),) * len(question.model.loads))
-    return place_on_cards(catalog, plan, request, question)
 
 
 def num_layers(model: Path) -> int:

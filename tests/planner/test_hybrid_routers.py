@@ -175,3 +175,18 @@ def test_routers_follow_to_cards_that_have_come_to_hold_their_layers() -> None:
     better = follow(question, question.answer(plan))
     assert {site.vram for site in better.plan.sites} == {1.0}
     assert better.seconds < question.times(plan).step_s
+
+
+def test_of_prompts_a_card_that_is_here_tells_its_host_what_it_chose() -> None:
+    """There and back for each layer, where a card chooses and has experts; of answers nothing."""
+    emulated = asked()
+    model = model_of(CATALOG, "", is_ours=True, cards_route=True, cards_here=True)
+    here = replace(emulated, model=model)
+    layers = sum(1 for load in model.loads if load.experts)
+    for router, crossings in ((1.0, 2 * layers), (0.0, 0)):
+        plan = settle(here, "", spread_with(model, router=(router, FIRST)))
+        assert plan is not None
+        decode, prompt = emulated.work, replace(emulated.work, phase="prefill", rows=32)
+        for work, more_s in ((decode, 0.0), (prompt, crossings * CARD.crossing_s)):
+            took = [replace(each, work=work).times(plan).step_s for each in (emulated, here)]
+            assert took[1] - took[0] == pytest.approx(more_s, abs=1e-9)

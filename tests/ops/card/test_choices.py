@@ -7,73 +7,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from card_choices import Chosen, by_processors, by_torch, by_triton, rows_of
 from card_layouts import needs_interpreter
 
-from shadowlane.ops import routes
 from shadowlane.ops.card import choices
-from shadowlane.ops.exponential import exponential, sigmoid
-
-Chosen = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, weights, gates
-
-
-def rows_of(count: int) -> np.ndarray:
-    """Logits [rows, count + 1] of all kinds; the last of each is a gate's."""
-    random = np.random.default_rng(count)
-    kinds = [
-        4.0 * random.standard_normal((200, count + 1)),
-        0.01 * random.standard_normal((100, count + 1)),
-        300.0 * random.standard_normal((50, count + 1)),
-        np.round(random.standard_normal((100, count + 1))),  # equals, and zeros of both signs
-    ]
-    logits = np.concatenate(kinds).astype(np.float32)
-    broken = random.random(logits[:60].shape) < 0.2
-    logits[:60][broken] = random.choice([np.nan, np.inf, -np.inf, -3.4e38], broken.sum())
-    logits[:2] = np.nan
-    return logits
-
-
-def by_processors(logits: np.ndarray, top_k: int, normalises: bool) -> Chosen:
-    count = logits.shape[1] - 1
-    ids = np.zeros((len(logits), top_k), np.int32)
-    weights = np.zeros((len(logits), top_k), np.float32)
-    for row, values in enumerate(logits.copy()):
-        routes.choose(
-            values.ctypes.data, count, top_k, int(normalises),
-            ids[row].ctypes.data, weights[row].ctypes.data,
-        )  # fmt: skip
-    gates = np.array([sigmoid(each) for each in logits[:, -1]], np.float32)
-    return ids, weights, gates
-
-
-def by_torch(logits: np.ndarray, top_k: int, normalises: bool) -> Chosen:
-    router = torch.from_numpy(logits.copy())
-    ids = torch.zeros((len(logits), top_k), dtype=torch.int64)
-    weights = torch.zeros((len(logits), top_k))
-    choices.choose(router[:, :-1], ids, weights, normalises=normalises)
-    return ids.numpy(), weights.numpy(), choices.sigmoid(router[:, -1]).numpy()
-
-
-def by_triton(logits: np.ndarray, top_k: int, normalises: bool) -> Chosen:
-    triton_kernels = pytest.importorskip("shadowlane.ops.card.choices_triton")
-    router = torch.from_numpy(logits.copy())
-    ids = torch.zeros((len(logits), top_k), dtype=torch.int64)
-    left_ids, weights = ids.int(), torch.zeros((len(logits), top_k))
-    left_weights = weights.clone()
-    numbers = torch.tensor(choices.NUMBERS, dtype=torch.float64)
-    triton_kernels.choose_experts(
-        router, router.shape[1] - 1, ids, weights, (left_ids, left_weights), numbers,
-        normalises=normalises,
-    )  # fmt: skip
-    assert torch.equal(ids, left_ids.long())
-    assert torch.equal(weights, left_weights)
-    return ids.numpy(), weights.numpy(), router[:, -1].numpy()
+from shadowlane.ops.exponential import exponential
 
 
 @pytest.mark.parametrize("normalises", [False, True])
 @pytest.mark.parametrize(("count", "top_k"), [(4, 2), (8, 8), (60, 4), (128, 8)])
 @pytest.mark.parametrize("choose", [by_torch, pytest.param(by_triton, marks=needs_interpreter)])
 def test_cards_choose_with_the_bits_of_processors(
-    choose: Callable[[np.ndarray, int, bool], Chosen], count: int, top_k: int, normalises: bool
+    choose: Callable[..., Chosen], count: int, top_k: int, normalises: bool
 ) -> None:
     logits = rows_of(count)[:: 15 if choose is by_triton else 1]  # interpreted, row by row
     ids, weights, gates = by_processors(logits, top_k, normalises)
