@@ -15,7 +15,7 @@ from inprocess import AMPLE, ONE_THREAD, InProcess, running
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.card_placement import place_on_cards
-from shadowlane.planner.card_planner import question_over_cards
+from shadowlane.planner.card_question import question_over_cards
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.hardware import Card, Hardware
