@@ -43,7 +43,6 @@ from shadowlane.actors.card_heads import CardHeads
 from shadowlane.actors.card_program import (
     CardInstruction,
     CardProgram,
-    CounterWait,
     Weights,
     compile_program,
     expert_places,
@@ -112,6 +111,9 @@ class CardLane:
         self._adopting = threading.Lock()
         self._stopping = threading.Event()
         self._last_step = counter_value(self._address(STEP_COUNTER))
+        self._told: int | None = (
+            None  # of the counter, the newest choice that this thread asked for
+        )
         self.error: str | None = None
         self._ordinal = ordinal
         self._clocks: list[StreamClock] = []
@@ -408,6 +410,7 @@ class CardLane:
         self._times.begin(number, is_last=False)
         self._start(partial(computer.begin, number, step.rows))
         base = int(step.header[t.LANE_BASE + self.number])
+        self._told = None  # a step that failed may have begun at the same
         at = 0
         while at < len(program.instructions):
             each = program.instructions[at]
@@ -433,10 +436,12 @@ class CardLane:
         choice = None
         if (needed := computer.needs_choice(each, step.rows)) is not None:
             layer, made = needed
-            if made.number == self.number:  # by this card: tell, if nobody else is to know
-                base = int(step.header[t.LANE_BASE + self.number])
+            wanted = int(step.header[made.base]) + made.rel
+            if made.number == self.number and wanted != self._told:  # nobody else may ask for it
+                base = int(step.header[made.base])
                 self._stream.write_counter(self._address(self.number), base + each.retired - 1)
-            if not self._wait_here(made, step):
+                self._told = wanted
+            if not self._wait_here(made.number, wanted):
                 return False
             choice = self._activations.choice(layer, step.rows.num_rows)
         weights = self._weights_of(each, int(step.header[t.LINK_BASE + self.card]))
@@ -444,12 +449,11 @@ class CardLane:
         self._start(partial(computer.compute, *work))
         return True
 
-    def _wait_here(self, wait: CounterWait, step: CardStep) -> bool:
-        """Wait in this thread until a layer has been routed. False: aborted."""
-        value = int(step.header[wait.base]) + wait.rel
+    def _wait_here(self, number: int, value: int) -> bool:
+        """Wait in this thread until a lane's counter comes to `value`. False: aborted."""
         abort = self._arena.base + self._layout.abort
         while not self._stopping.is_set():
-            status = wait_counter(self._address(wait.number), value, abort, 0, LOOK_UP_NS)
+            status = wait_counter(self._address(number), value, abort, 0, LOOK_UP_NS)
             if status != WAIT_TIMED_OUT:
                 return bool(status == WAIT_OK)
         return False
