@@ -27,6 +27,7 @@ from shadowlane.planner.hybrid_layouts import (
     best_of,
     by_hand,
     free_nbytes,
+    in_micro_batches,
     pack,
     settle,
     streamed,
@@ -86,13 +87,16 @@ def search(
     if "refine" in using:
         tries = min(MOST_TRIES, TRIES_OF_LOADS // len(question.model.loads))
         best = refine(question, best, tries, using)
-    return _calmest(best, tried)
+    best = _calmest(best, tried)
+    if len(question.machine.cards) < 2 or all(work.phase == "decode" for work in question.works):
+        return best
+    return best_of(question, (in_micro_batches(question, each.plan) for each in tried), best)
 
 
 def _calmest(best: Answer, others: Sequence[Answer]) -> Answer:
-    """Of what is as fast as `best`, the one whose links have least to do; of several the first."""
+    """Of what is as fast as `best`, what has least to do for links; of several the fastest."""
     alike = [other for other in others if other.seconds <= best.seconds * (1.0 + ALIKE)]
-    return min([*alike, best], key=_links_s)
+    return min([*alike, best], key=lambda answer: (_links_s(answer), answer.seconds))
 
 
 def _links_s(answer: Answer) -> float:
@@ -131,6 +135,9 @@ def _starts(question: Question, using: Collection[str]) -> Iterator[Plan | None]
             for way, across in ways:
                 spread = pack(question, order, limit, by_one="experts" in using, across=across)
                 yield settle(question, name + suffix + way, spread)
+    if len(question.machine.cards) > 1:
+        spread = pack(question, orders["layers"], whole, evenly=True)
+        yield settle(question, "layers, evenly", spread)
 
 
 def knapsack(question: Question) -> Plan | None:
