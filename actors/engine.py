@@ -36,7 +36,15 @@ from shadowlane.actors.records import RecordWriter, StepPlan
 from shadowlane.actors.recovery import kill_quietly
 from shadowlane.actors.requests import num_workers, request_of
 from shadowlane.actors.routing import CardRoutes, RoutingTap, check_routing
-from shadowlane.actors.sequence import NO_EXPERTS, ExpertUse, LaneUse, Sequence, TextSink, since
+from shadowlane.actors.sequence import (
+    NO_EXPERTS,
+    DecodeStep,
+    ExpertUse,
+    LaneUse,
+    Sequence,
+    TextSink,
+    since,
+)
 from shadowlane.actors.shadow_link import ShadowLink
 from shadowlane.actors.spec import EngineSettings, Options
 from shadowlane.ops.atomics import WAIT_OK, publish, wait_counter
@@ -461,7 +469,8 @@ class Engine:
             _crossings_s(crossed_before, self.gauges.crossed()),
         )
         self._unreported.append((self.step, retired, self.crew.lengths(step.plan.phase)))
-        self.batch.give_results(step, self._logits, placement.context_tokens, seconds)
+        took = DecodeStep(placement.placement_id, placement.predicted_step_s or None, seconds)
+        self.batch.give_results(step, self._logits, placement.context_tokens, took)
 
     def _follow_script(self, plan: StepPlan) -> None:
         """Let other programs take of the emulated machine what the script says."""
@@ -663,7 +672,8 @@ class Engine:
                 share = used.on_cards * part.num_experts // held if held else 0
                 multiplied[self.placement.number_of(part.lane)] += share * experts.nbytes
         use = used._replace(read_nbytes=self._experts_read)  # of prompts not
-        return LaneUse(self.gauges.lane_use(multiplied), use)
+        overrun_s = {} if self.emulator is None else self.emulator.overrun_s()
+        return LaneUse(self.gauges.lane_use(multiplied), use, overrun_s)
 
     def lane_use(self, sequence: Sequence) -> dict[str, tuple[float, int]]:
         """Per lane, busy seconds and bytes while a finished request ran (others' work included)."""

@@ -165,10 +165,13 @@ class Gauges:
             spec.name: (busy[spec.name][0], multiplied[number])
             for number, spec in enumerate(self._lanes)
         }
-        read = sum(
-            int(self._disk[field])
-            for field in (disk.SWEEP_NBYTES, disk.GATHER_NBYTES, disk.EXPERT_NBYTES)
+        moved_by_disk = (  # of loading, too: so come blocks that a change of plan brings to RAM
+            disk.LOAD_NBYTES,
+            disk.SWEEP_NBYTES,
+            disk.GATHER_NBYTES,
+            disk.EXPERT_NBYTES,
         )
+        read = sum(int(self._disk[field]) for field in moved_by_disk)
         for name, fields in self._links.items():
             moved = int(fields[links.SWEEP_NBYTES]) + int(fields[links.MOVED_NBYTES])
             use[name] = (busy[name][0], moved)

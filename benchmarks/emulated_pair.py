@@ -149,21 +149,20 @@ def by_hand(each: Sized, *, within: float) -> dict[str, float]:
 @contextmanager
 def routed(each: Sized) -> Iterator[dict[str, Any]]:
     """Settings under which routers choose the second half of the trace; its first half is what
-    earlier runs chose."""
-    if each.trace is None:
-        yield {}
-        return
-    first, second = each.trace.halves()
+    earlier runs chose. Without a trace nothing is remembered of any run before."""
     path = heat_path(each.blueprint)
     path.parent.mkdir(parents=True, exist_ok=True)
     before = path.read_text() if path.exists() else None
-    heat = replace(heat_of(first), model=each.blueprint.fingerprint)
+    path.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "routes.jsonl.gz"
-        write_trace(file, second)
-        path.write_text(heat.to_json())
+        settings: dict[str, Any] = {}
+        if each.trace is not None:
+            first, second = each.trace.halves()
+            settings["replay_routing"] = Path(folder) / "routes.jsonl.gz"
+            write_trace(settings["replay_routing"], second)
+            path.write_text(replace(heat_of(first), model=each.blueprint.fingerprint).to_json())
         try:
-            yield {"replay_routing": file}
+            yield settings
         finally:
             path.unlink(missing_ok=True)
             if before is not None:
@@ -234,11 +233,15 @@ def run_prompt(each: Sized, name: str, length: int) -> dict[str, Any]:
     with LLM(each.pair.model, **settings) as llm:
         taken = []
         for _ in range(2):
-            answer = llm.generate(ids, SamplingParams(max_tokens=2, ignore_eos=True))[0]
+            began, answer = time.monotonic(), list[int]()
+            for chunk in llm.stream(ids, SamplingParams(max_tokens=2, ignore_eos=True)):
+                if not answer:
+                    first_s = time.monotonic() - began
+                answer += chunk.token_ids
             stats = llm.stats()
-            taken.append(stats["prefill_s"])
+            taken.append(first_s / stats["slowed"])
     return {
-        "token_ids": list(answer.token_ids),
+        "token_ids": answer,
         "prefill_s": taken[-1],
         "strategy": stats["plan"]["strategy"],
         "slowed": stats["slowed"],

@@ -50,7 +50,7 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
             cards_here=request.cards_here,
             brings_experts=True,
         ),
-        catalog_homes(catalog, request.pins, len(request.cards)),
+        catalog_homes(catalog, request.pins, len(request.cards), cards_route=request.cards_route),
     )
     context = min(request.context or DEFAULT_CONTEXT, model.max_context)
     work = Work(

@@ -64,6 +64,28 @@ RATES = frozenset(
 )
 
 
+# (least, most, unit) of figures: one outside is in other units, or of no machine there is.
+_TIMES = (0.0, 0.1, "seconds")
+_RATES = (1e6, 1e14, "bytes per second")
+_OPERATIONS = (1e8, 1e18, "operations per second")
+_SIZES = (1e6, 1e15, "bytes")
+PLAUSIBLE: Mapping[str, tuple[float, float, str]] = {
+    name: next(
+        limits
+        for end, limits in (
+            ("bytes_per_s", _RATES),
+            ("flops", _OPERATIONS),
+            ("_nbytes", _SIZES),
+            ("_s", _TIMES),
+        )
+        if name.endswith(end)
+    )
+    for kind in (Card, Hardware)
+    for name in (field.name for field in fields(kind))
+    if name not in ("name", "cards")
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """What other programs leave: parts of rates (1.0: all of it) and bytes they hold."""
@@ -126,7 +148,17 @@ def _figures(
             found[name] = data[name]
         else:
             found[name] = _figure(data[name], f"{name} of {where}", is_rate=name in RATES)
+            _check_unit(name, found[name], where)
     return found
+
+
+def _check_unit(name: str, value: float, where: str) -> None:
+    least, most, unit = PLAUSIBLE[name]
+    if value and not least <= value <= most:
+        raise ValueError(
+            f"{name} of {where} must be in {unit}, which is {least:g} to {most:g} of any machine; "
+            f"got {value:g}"
+        )
 
 
 def _figure(entry: Any, where: str, is_rate: bool) -> float:

@@ -198,14 +198,14 @@ def settle(
 
 
 def _with_routers(model: Model, spread: Spread) -> Spread:
-    """The same, with routers on a card only where that saves crossings.
+    """The same, with routers on a card only where that saves crossings, or where they are pinned.
 
     What comes before a router is all on its card then, and so is what comes between it and its
     experts; of these all, or some of them and all of the next group.
     """
     vram, over = spread.vram, spread.over
     for experts, router in enumerate(model.routers):
-        if router is None or not vram[router]:
+        if router is None or not vram[router] or model.loads[router].home is not None:
             continue
         whole = [whole_on(vram[at], over[at]) for at in range(router - 1, experts + 2)]
         before, card, *between, of_experts, after = whole
@@ -542,8 +542,9 @@ def by_hand(question: Question) -> dict[str, Answer]:
         kinds["layer-stream"] = (lambda n: layer_stream(question, n), layers)
         kinds["attention-gpu"] = (lambda _: attention_gpu(question), 0)
         if any(load.experts for load in model.loads):
-            kinds["cpu-moe"] = (lambda n: cpu_moe(question, n), layers)
-            kinds["cpu-moe, KV in RAM"] = (lambda n: cpu_moe(question, n, kv=False), layers)
+            without_head = layers - 1  # which has no experts
+            kinds["cpu-moe"] = (lambda n: cpu_moe(question, n), without_head)
+            kinds["cpu-moe, KV in RAM"] = (lambda n: cpu_moe(question, n, kv=False), without_head)
             kinds["layer-split + cpu-moe"] = (lambda n: split_moe(question, n), layers)
     has_prompts = any(work.phase == "prefill" for work in question.works)
     found: dict[str, Answer] = {}
