@@ -454,9 +454,11 @@ class _Step:
 
 
 def _alone(price: Price) -> tuple[int, float] | None:
-    """The one side that does all of a group, and its seconds; None: several, or it is carried."""
+    """The one side that does all of a group, and its seconds; None: there is more to it."""
     sides = [(side, took) for side, took in enumerate(price.sides_s) if took]
-    return sides[0] if len(sides) == 1 and not price.is_carried else None
+    if len(sides) != 1 or price.is_carried or price.more_s:
+        return None
+    return sides[0]
 
 
 def _shift(before: Sequence[float], after: Sequence[float]) -> float | None:

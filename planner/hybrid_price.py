@@ -17,7 +17,9 @@ class Price(NamedTuple):
     sides_s: tuple[float, ...]
     brought_nbytes: tuple[float, ...]  # over each link
     read_nbytes: float  # off the disk
-    more_s: float  # what the longest side takes beyond its mean, expected
+    more_s: (
+        float  # what the longest side takes beyond its mean, expected; or waits before it begins
+    )
     adds_up: int = 0  # the side that adds up what all sides give, where one does
     is_read_first: bool = False  # of what is brought, some comes off the disk
 
@@ -104,6 +106,8 @@ def _price_experts(
             * max(branches(count))
             for count in range(load.top_k + 1)
         )
+    if load.is_told and not is_decode and adds_up and any(sides_s[1:]):
+        more_s = 2.0 * rates.cards[adds_up - 1].crossing_s  # the choice to the host, work from it
     come = load.experts if load.comes else chosen  # some before anybody has chosen
     brought = load.nbytes * come * (1.0 - hits) * part_brought
     return Price(
