@@ -35,7 +35,7 @@ from shadowlane.actors.hosts import Host, LaneDied, LaneFailed
 from shadowlane.actors.records import RecordWriter, StepPlan
 from shadowlane.actors.recovery import kill_quietly
 from shadowlane.actors.requests import num_workers, request_of
-from shadowlane.actors.routing import RoutingTap, check_routing
+from shadowlane.actors.routing import CardRoutes, RoutingTap, check_routing
 from shadowlane.actors.sequence import (
     NO_EXPERTS,
     DecodeStep,
@@ -127,10 +127,14 @@ class Engine:
             tuple[int, Callable[[BusyTimes], ev.StepRetired], tuple[int, ...]]
         ] = deque(maxlen=64)
         self._routing: RoutingTap | None = None
+        self._card_routes: CardRoutes | None = None  # of a mixture beside cards that are here
         self._experts_read = 0  # bytes, while decode steps ran
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
         self._multiplied = [0] * len(self.lanes)  # weight bytes, by each compute lane so far
-        self._prompt_experts = 0  # that steps with rows of prompts chose, over all layers
+        # Of the experts that steps with rows of prompts chose, over all layers: what a processor
+        # computed, and each card.
+        self._prompt_experts = 0
+        self._prompt_on_cards = [0] * len(settings.cards)
         self._rope_cache: tuple[np.ndarray, float] | None = None
         self._shares_of: int | None = None  # the placement that `_nbytes_per_step` is about
         self._nbytes_per_step: list[int] = []
@@ -262,6 +266,8 @@ class Engine:
 
     def _open_routing(self, arena: Arena) -> None:
         """Recording and replay of routes, where they were asked for."""
+        if self.blueprint.experts is not None and self.layout.copy_rings:
+            self._card_routes = CardRoutes(arena, self.layout, self.blueprint)
         record = self.settings.trace_routing
         if record is not None or self._trace is not None:
             self._routing = RoutingTap(arena, self.layout, self.blueprint, self._trace, record)
@@ -441,6 +447,8 @@ class Engine:
         if is_void:
             self.batch.drop(step)
             return
+        if self._card_routes is not None:
+            self._card_routes.after(self.step, step.plan, placement)
         if self._routing is not None:
             self._routing.after(step.plan)
         experts = NO_EXPERTS
@@ -449,6 +457,10 @@ class Engine:
             self._experts_read += experts.read_nbytes
         else:
             self._prompt_experts += self.gauges.newest_use()[1]
+            on_cards = self.gauges.newest_on_cards()
+            self._prompt_on_cards = [
+                sum(both) for both in zip(self._prompt_on_cards, on_cards, strict=True)
+            ]
         seconds = time.monotonic() - began
         for number, nbytes in enumerate(self._step_nbytes(placement)):
             self._multiplied[number] += nbytes
@@ -664,9 +676,12 @@ class Engine:
                 used.chosen + self._prompt_experts
             ) * experts.nbytes
             held = self.placement.experts_on_cards
-            for part in self.placement.cards:  # hit alike, as they hold hot ones and cold alike
+            # Tokens hit cards alike, as they hold hot ones and cold alike.
+            for part, of_prompts in zip(self.placement.cards, self._prompt_on_cards, strict=True):
                 share = used.on_cards * part.num_experts // held if held else 0
-                multiplied[self.placement.number_of(part.lane)] += share * experts.nbytes
+                multiplied[self.placement.number_of(part.lane)] += (
+                    share + of_prompts
+                ) * experts.nbytes
         use = used._replace(read_nbytes=self._experts_read)  # of prompts not
         overrun_s = {} if self.emulator is None else self.emulator.overrun_s()
         return LaneUse(self.gauges.lane_use(multiplied), use, overrun_s)

@@ -16,6 +16,7 @@ from shadowlane.planner import events as ev
 from shadowlane.planner.card_placement import place_on_cards
 from shadowlane.planner.card_question import (
     OURS,
+    beside_rings,
     beside_subchunks,
     plan_over_cards,
     question_over_cards,
@@ -44,6 +45,7 @@ from shadowlane.planner.placement import InfeasiblePlan, Placement, Request, sho
 from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.promise import Promise, show_ms
 from shadowlane.planner.ram_watch import RamWatch
+from shadowlane.planner.rings import laid_out
 from shadowlane.planner.search import later_slots
 from shadowlane.planner.stages import first_stage, with_experts
 from shadowlane.planner.trial import Option, Settings
@@ -111,6 +113,7 @@ class CardPlanner:
                 Option.as_placed("taken over", event.placement), event.newest_id
             )
             self._ask(replace(self.request, subchunks=event.placement.subchunks))
+            self._machine = laid_out(self.catalog, self._machine, event.placement)
             self._open_shadow(event.placement)
         elif isinstance(event, ev.StepRetired):
             commands = self._step_retired(event)
@@ -133,9 +136,13 @@ class CardPlanner:
     def _begin(self) -> list[ev.Command]:
         plan, request = plan_over_cards(self.catalog, self.request)
         self._ask(request)
-        placement = self._exact(plan, question_over_cards(self.catalog, request))
+        question = question_over_cards(self.catalog, request)
+        if request.strategy == OURS and request.replan:
+            question, plan = beside_rings(self.catalog, question, plan)
+        placement = self._exact(plan, question)
         notes = layers_note(self.model, request.strategy, request.strategy_layers)
         placement = replace(placement, notes=(*notes, *placement.notes))
+        self._machine = laid_out(self.catalog, self._machine, placement)
         self._open_shadow(placement)
         return self.placements.publish(
             Option.as_placed(placement.strategy, placement), f"first plan: {placement.strategy}"

@@ -27,6 +27,9 @@ class Card:
     d2h_bytes_per_s: float
     launch_s: float  # what each group costs beside its bytes and operations
     crossing_s: float  # handing one small activation to or from the processor
+    # of an engine that runs, see `laid_out.py`: the ring, whatever plans bring; None: no engine
+    # runs, and a plan that brings anything has room for it
+    ring_nbytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,9 @@ class Hardware:
     ram_nbytes: float
     reserved_nbytes: float  # system, interpreter, desktop
     disk_bytes_per_s: float  # large direct reads
+    # of an engine that runs, see `laid_out.py`; None: none does
+    ring_nbytes: float | None = None  # for what is read, where anything is
+    experts_nbytes: float | None = None  # slots for routed experts, whatever is in them
 
 
 def with_small_matrices(machine: Hardware, nbytes: float) -> Hardware:
@@ -55,6 +61,8 @@ def with_small_matrices(machine: Hardware, nbytes: float) -> Hardware:
     launch_s = machine.cpu_launch_s + nbytes / machine.cpu_bytes_per_s
     return replace(machine, cards=cards, cpu_launch_s=launch_s)
 
+
+LAID_OUT = frozenset({"ring_nbytes", "experts_nbytes"})  # in no file
 
 RATES = frozenset(
     field.name
@@ -133,7 +141,7 @@ def _figures(
 ) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise ValueError(f"{where} must hold keys and values; got {data!r}")
-    wanted = [field.name for field in fields(kind) if field.name not in without]
+    wanted = [field.name for field in fields(kind) if field.name not in LAID_OUT.union(without)]
     unknown = [str(key) for key in data if key not in wanted]
     missing = [name for name in wanted if name not in data]
     if unknown:

@@ -161,15 +161,20 @@ def settle(
         else:
             dense += whole * (1.0 - vram)
             room -= kv * (1.0 - vram)
-    if reads or room < dense + experts:
+    slots = question.machine.experts_nbytes
+    if reads or room < dense + (experts if slots is None else 0.0):
         room -= disk_ring_nbytes(model, question.machine, question.state)
     if room < 0:
         return None
     dense_kept = min(1.0, room / dense) if dense else 1.0
+    if slots is not None and dense_kept < 1.0 - NOTHING:
+        return None  # lanes of a mixture read experts alone
     room = max(0.0, room - dense)
+    room = room if slots is None else slots
     experts_kept = min(1.0, room / experts) if experts else 1.0
     nothing = [0.0] * len(model.loads)
     decode, prefill = ((brought or {}).get(phase, nothing) for phase in PHASES)
+    closed = [card for card, each in enumerate(question.machine.cards) if each.ring_nbytes == 0.0]
     known: dict[tuple[object, ...], Site] = {}  # layers repeat, and plans with few sites play fast
     sites: list[Site] = []
     for load, vram, over, in_decode, in_prefill in zip(
@@ -180,6 +185,8 @@ def settle(
         kept = experts_kept if load.experts else _KEPT.get(load.home, dense_kept)
         if load.is_undivided or load.is_joined:  # any experts in RAM may come, whatever is chosen
             in_decode, in_prefill = 0.0, min(in_prefill, kept) if load.comes else 0.0
+        if any(over[card] for card in closed):  # there is no ring, and there will be none
+            in_decode = in_prefill = 0.0
         if model.is_ours and dense_kept < 1.0:
             # What is read is the processor's, in all phases alike.
             in_decode = in_prefill = min(in_decode, kept)

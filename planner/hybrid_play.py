@@ -412,18 +412,16 @@ class _Step:
         if price.read_nbytes:
             read_took = price.read_nbytes / rates.disk_bytes_per_s
             read_s = self.disk.arrival_s(price.read_nbytes, read_took, begin_s, late_s)
-        arrived_s = [never] * len(price.sides_s)
-        if any(price.brought_nbytes):
-            for card, nbytes in enumerate(price.brought_nbytes):
-                if nbytes:
-                    took = nbytes / rates.h2d_bytes_per_s[card]
-                    # Piece by piece behind the disk: the link begins and ends no sooner than it.
-                    behind_s = read_s - min(took, read_took)
-                    arrived_s[1 + card] = self.links[card].arrival_s(
-                        nbytes, took, begin_s, max(late_s, behind_s)
-                    )
-        else:
-            arrived_s[0] = read_s
+        arrived_s = [read_s, *(never for _ in price.brought_nbytes)]
+        for card, nbytes in enumerate(price.brought_nbytes):
+            if nbytes:
+                took = nbytes / rates.h2d_bytes_per_s[card]
+                # Piece by piece behind the disk: the link begins and ends no sooner than it. What
+                # is in RAM is brought first, and where that is all there is nothing to wait for.
+                behind_s = read_s - min(took, read_took) if price.is_read_first else never
+                arrived_s[1 + card] = self.links[card].arrival_s(
+                    nbytes, took, begin_s, max(late_s, behind_s)
+                )
         return [
             (side, max(self._ready[side] + took, arrived_s[side] + took * LAST_PART))
             for side, took in enumerate(price.sides_s)
@@ -456,9 +454,11 @@ class _Step:
 
 
 def _alone(price: Price) -> tuple[int, float] | None:
-    """The one side that does all of a group, and its seconds; None: several, or it is carried."""
+    """The one side that does all of a group, and its seconds; None: there is more to it."""
     sides = [(side, took) for side, took in enumerate(price.sides_s) if took]
-    return sides[0] if len(sides) == 1 and not price.is_carried else None
+    if len(sides) != 1 or price.is_carried or price.more_s:
+        return None
+    return sides[0]
 
 
 def _shift(before: Sequence[float], after: Sequence[float]) -> float | None:

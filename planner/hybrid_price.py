@@ -17,8 +17,11 @@ class Price(NamedTuple):
     sides_s: tuple[float, ...]
     brought_nbytes: tuple[float, ...]  # over each link
     read_nbytes: float  # off the disk
-    more_s: float  # what the longest side takes beyond its mean, expected
+    more_s: (
+        float  # what the longest side takes beyond its mean, expected; or waits before it begins
+    )
     adds_up: int = 0  # the side that adds up what all sides give, where one does
+    is_read_first: bool = False  # of what is brought, some comes off the disk
 
     @property
     def is_carried(self) -> bool:
@@ -60,6 +63,7 @@ def price_of(
         tuple(load.nbytes * brought * part for part in site.over) if rates.cards else (),
         load.nbytes * on_disk if on_disk > NOTHING else 0.0,
         0.0,
+        is_read_first=brought > site.ram + NOTHING,
     )
 
 
@@ -86,7 +90,7 @@ def _price_experts(
         missing = chosen - on_cards
         there, here = on_cards + missing * part_brought, missing * (1.0 - part_brought)
         sides_s = _sides(load.nbytes, flops, there, here, site.over, rates)
-        if load.is_joined and site.vram + part_brought > 0.0:  # even where it only adds up
+        if load.is_joined and (adds_up or site.vram + part_brought > 0.0):  # even if no more
             least_s = rates.cards[adds_up - 1].launch_s if adds_up else rates.cpu_launch_s
             least_s = max(sides_s[adds_up], least_s)
             sides_s = (*sides_s[:adds_up], least_s, *sides_s[adds_up + 1 :])
@@ -102,6 +106,8 @@ def _price_experts(
             * max(branches(count))
             for count in range(load.top_k + 1)
         )
+    if load.is_told and not is_decode and adds_up and any(sides_s[1:]):
+        more_s = 2.0 * rates.cards[adds_up - 1].crossing_s  # the choice to the host, work from it
     come = load.experts if load.comes else chosen  # some before anybody has chosen
     brought = load.nbytes * come * (1.0 - hits) * part_brought
     return Price(
@@ -110,6 +116,7 @@ def _price_experts(
         load.nbytes * chosen * max(0.0, lost),
         max(0.0, more_s),
         adds_up,
+        (1.0 - site.vram) * part_brought > site.ram + NOTHING,
     )
 
 
