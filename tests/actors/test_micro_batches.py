@@ -241,6 +241,36 @@ def test_a_re_plan_between_chunks(model: Path) -> None:
         assert [placement for placement, _ in planner.announced] == list(range(len(plans)))
 
 
+@pytest.mark.parametrize(
+    ("down", "count"),
+    [("gpu:1", 4), ("disk", 1)],
+)
+def test_the_planner_gives_what_is_asked_for_where_it_can(
+    model: Path, expected: dict[int, list[int]], down: str, count: int
+) -> None:
+    pins = (
+        ("^0", "gpu:0"),
+        (r"^[1-9].*(qkv|attn|o|up)$|lm_head", "gpu:1"),
+        (r"^[1-9].*down", down),
+    )
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        cards=(CardSettings(1 << 30),) * 2,
+        emulated=Emulated(machine_with(2)),
+        subchunks=SUBCHUNKS,
+        micro_batches=4,
+        pins=pins,
+    ) as engine:
+        placement = engine.engine.placement
+        assert placement.micro_batches == count
+        note = "prompts go through in one piece, not 4 micro-batches"
+        assert any(note in each for each in placement.notes) == (count == 1)
+        assert answers(engine) == expected
+
+
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(("kind", "cards"), [("rows", 1), ("rows", 2), ("layers", 2)])
 def test_cards_that_are_here(
