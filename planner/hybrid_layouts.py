@@ -173,8 +173,8 @@ def settle(
         if load.stays:
             vram = 0.0
         kept = experts_kept if load.experts else _KEPT.get(load.home, dense_kept)
-        if load.is_undivided or load.is_joined:  # any experts in RAM may come, whatever is chosen
-            in_decode, in_prefill = 0.0, min(in_prefill, kept) if load.comes else 0.0
+        if load.is_undivided or load.is_joined:  # any experts may come, whatever is chosen
+            in_decode, in_prefill = 0.0, in_prefill if load.comes else 0.0
         if model.is_ours and dense_kept < 1.0:
             # What is read is the processor's, in all phases alike.
             in_decode = in_prefill = min(in_decode, kept)

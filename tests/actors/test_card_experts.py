@@ -44,6 +44,7 @@ def on_cards(
     cores: Sequence[Sequence[int]] = ONE_THREAD,
     *,
     brings: bool = False,
+    reads: bool = False,
     routes: bool = True,
 ) -> dict[str, Any]:
     """Settings of an engine over so many cards, with everything shared out at random.
@@ -53,7 +54,7 @@ def on_cards(
     return {
         "ram": AMPLE,
         "cores": cores,
-        "first": drawn(seed, cards, slots, brings=brings, routes=routes),
+        "first": drawn(seed, cards, slots, brings=brings, reads=reads, routes=routes),
         "cards": (CardSettings(1 << 30),) * cards,
         "emulated": Emulated(machine_with(cards), seed=seed),
     }
@@ -109,6 +110,34 @@ def test_experts_that_are_brought_for_prompts_give_the_same_tokens(
             if now.placement.expert_slots == experts.total:
                 assert read_nbytes(engine) == 0
     assert num_brought > 0
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_are_read_to_be_brought_give_the_same_tokens(
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str, cards: int
+) -> None:
+    """Off the disk through a ring in RAM that is smaller than a layer's experts, chunk by chunk."""
+    model = model_of_family(tiny_model, tmp_path, family)
+    experts = cut(model, OPTIONS, ONE_THREAD).catalog.experts
+    assert experts is not None
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(PROMPT, 20)
+        logits = engine.logits(PROMPT)
+    few = experts.top_k + SPARE_EXPERTS
+    num_read = 0
+    for seed, slots in enumerate((few, few + 2, (few + experts.total) // 2)):
+        settings = on_cards(seed, cards, slots, reads=True)
+        with running(model, options=OPTIONS, **settings) as engine:
+            now = engine.engine
+            in_a_step = len(now.placement.prefill_sweep)
+            num_read += in_a_step
+            assert engine.generate(PROMPT, 20) == expected
+            assert engine.generate(PROMPT, 20) == expected
+            assert np.array_equal(engine.logits(PROMPT), logits)
+            swept = int(now.gauges.disk_statistics()[disk.SWEEP_NBYTES])
+            assert bool(swept) == bool(in_a_step)
+    assert num_read > 0
 
 
 @pytest.mark.parametrize("seed", range(2))
