@@ -190,7 +190,8 @@ class World:
         self.now_s += seconds
         moved = part * moving.nbytes if moving else 0.0
         hits = run.hits / run.chosen if run.chosen else None
-        return StepMeasured(seconds, run.busy, moved, run.kinds, hits)
+        crossings_s = {lane: seconds / count for lane, (seconds, count) in run.crossed.items()}
+        return StepMeasured(seconds, run.busy, moved, run.kinds, hits, crossings_s)
 
     def wait_for(self, moving: Migration) -> float:
         """Seconds that a step waits until all of it has been moved; the clock goes on."""
@@ -295,6 +296,8 @@ class _Step:
         self.busy = dict.fromkeys(["cpu:0", "disk:0", *self.cards, *self.links], 0.0)
         self.chosen = self.hits = 0.0  # experts, and those on cards
         self.kinds: dict[str, dict[str, float]] = {lane: {} for lane in ("cpu:0", *self.cards)}
+        self.crossed: dict[str, tuple[float, int]] = {}  # by lane that waits: seconds, over links
+        self._made = [(0, 1.0)]  # the sides that newest made something, and their jitters
         if not self.links:
             self.links = ["disk:0"]
         row_nbytes = world.model.row_nbytes * work.rows
@@ -359,6 +362,7 @@ class _Step:
             if self._spans is not None:
                 self._record(self.cards[index], load, end_s, work_s + launch_s)
             ends.append((1 + index, end_s))
+            self._cross(1 + index, self._made)
         if parts.cpu_nbytes + parts.cpu_flops > 0.0:
             port = machine.dram_bytes_per_s - self._load_beside(parts, ready[0])
             rate = min(machine.cpu_bytes_per_s, max(port, machine.dram_bytes_per_s * LEAST_PART))
@@ -372,6 +376,7 @@ class _Step:
             if self._spans is not None:
                 self._record("cpu:0", load, end_s, work_s)
             ends.append((0, end_s))
+            self._cross(0, self._made)
         elif parts.read_nbytes:
             late_s = self._read(load, parts.read_nbytes, begin_s, parts.is_late)
             ends = [(side, max(end_s, late_s)) for side, end_s in ends]
@@ -380,10 +385,15 @@ class _Step:
         leaving = [(end_s, world.jitter(), self._hops[side]) for side, end_s in ends]
         if adds_up is not None:
             joined_s = max([end_s + jitter * hops[adds_up] for end_s, jitter, hops in leaving])
+            self._cross(adds_up, [(ends[at][0], leaving[at][1]) for at in range(len(ends))])
             if all(side != adds_up for side, _ in ends):  # it has launches, if nothing to compute
                 adder = machine.cards[adds_up - 1] if adds_up else None
                 joined_s += machine.cpu_launch_s if adder is None else adder.launch_s
             leaving = [(joined_s, world.jitter(), self._hops[adds_up])]
+            ends = [(adds_up, joined_s)]
+        self._made = [
+            (side, jitter) for (side, _), (_, jitter, _) in zip(ends, leaving, strict=True)
+        ]
         return [
             max([end_s + jitter * hops[there] for end_s, jitter, hops in leaving])
             for there in range(len(ready))
@@ -409,6 +419,16 @@ class _Step:
         if self._before is None:
             return late + self._most_load
         return late + self._before.load(begin_s, begin_s + cores_s)
+
+    def _cross(self, side: int, made: Sequence[tuple[int, float]]) -> None:
+        """A side waits for what others made; from card to card it goes over two links."""
+        lane = self.cards[side - 1] if side else "cpu:0"
+        for other, jitter in made:
+            if other != side:
+                seconds, count = self.crossed.get(lane, (0.0, 0))
+                links = (side > 0) + (other > 0)
+                seconds += jitter * self._hops[other][side]
+                self.crossed[lane] = seconds, count + links
 
     def _count(self, lane: str, load: Load, busy_s: float) -> None:
         self.busy[lane] += busy_s

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
 from dataclasses import replace
@@ -417,7 +417,7 @@ class Engine:
         work: the report on a step goes to the planner once the next one is on its way.
         """
         began = time.monotonic()
-        before = self.gauges.busy_ns()
+        before, crossed_before = self.gauges.busy_ns(), self.gauges.crossed()
         experts_before = self.gauges.expert_use()
         placement = self.placement
         if self._routing is not None:
@@ -453,6 +453,7 @@ class Engine:
             self.gauges.busy_ns(),
             experts,
             self.slowed,
+            _crossings_s(crossed_before, self.gauges.crossed()),
         )
         self._unreported.append((self.step, retired, self.crew.lengths(step.plan.phase)))
         self.batch.give_results(step, self._logits, placement.context_tokens, seconds)
@@ -744,6 +745,7 @@ def _retired(
     after: BusyTimes,
     experts: ExpertUse,
     slowed: float,
+    crossings_s: Mapping[str, float],
     of_cards: BusyTimes,
 ) -> ev.StepRetired:
     """before, after: what each lane had done until then; of_cards: what these did in this step.
@@ -765,4 +767,16 @@ def _retired(
         experts_resident=experts.resident,
         experts_read_nbytes=experts.read_nbytes,
         experts_on_cards=experts.on_cards,
+        crossings_s=crossings_s,
     )
+
+
+def _crossings_s(
+    before: Mapping[str, tuple[float, float]], after: Mapping[str, tuple[float, float]]
+) -> dict[str, float]:
+    """By lane, the mean seconds of a link's crossing between two looks at `Gauges.crossed`."""
+    return {
+        lane: (seconds - before[lane][0]) / (links - before[lane][1])
+        for lane, (seconds, links) in after.items()
+        if links > before[lane][1]
+    }

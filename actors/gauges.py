@@ -109,6 +109,15 @@ class Gauges:
         result[DISK_LANE] = (int(self._disk[disk.BUSY_NS]), 0)
         return result
 
+    def crossed(self) -> dict[str, tuple[float, float]]:
+        """(seconds, links) that inputs of emulated lanes have crossed since the start."""
+        return {
+            spec.name: (float(its[law.CROSSED_S]), float(its[law.CROSSED]))
+            for spec, its in zip(
+                self._lanes, self._laws, strict=False
+            )  # behind them links' and disk's
+        }
+
     def is_timed(self, step: int) -> bool:
         """Whether all cards that are here have told what they were busy with in this step."""
         return all(int(self._workers[number][0][t.TIMED_STEP]) >= step for number in self._cards)

@@ -26,7 +26,7 @@ from shadowlane.actors.service import heat_path
 from shadowlane.actors.spec import CardSettings, EngineSettings
 from shadowlane.emulate import emulated_machine
 from shadowlane.ops.errors import ModelError
-from shadowlane.planner.card_planner import question_over_cards
+from shadowlane.planner.card_question import question_over_cards
 from shadowlane.planner.hand_placement import plan_by_hand
 from shadowlane.planner.heat import heat_of, informed
 from shadowlane.planner.hybrid_layouts import TooLarge

@@ -47,6 +47,8 @@ SMALL_NBYTES: Final = 13  # a matrix of this size reaches half of a rate
 OVERRUN_S: Final = 14  # written by the lane: what its kernels took beyond the modelled time
 BUSY_S: Final = 15  # written by the lane: inside instructions, by the clock of this machine
 ENDED_NS: Final = 16  # written by the lane: when its newest instruction of experts ended
+CROSSED_S: Final = 17  # written by the lane: emulated, in which its inputs crossed to it
+CROSSED: Final = 18  # ... over so many links
 LAW_FIELDS: Final = 24
 LAW_NBYTES: Final = LAW_FIELDS * 8
 
@@ -245,6 +247,8 @@ def hold(
     crossing = crossing_s(row, record, law, row[t.CROSSINGS]) * scatter(
         jitter, seed, step, 500_009 + number
     )
+    write_f64(law + 8 * CROSSED_S, law_f64(law, CROSSED_S) + crossing)
+    write_f64(law + 8 * CROSSED, law_f64(law, CROSSED) + row[t.CROSSINGS])
     begin_ns = ready_ns + int(crossing * slowed)
     end_ns = begin_ns + int(working * slowed)
     if late_ns > 0:

@@ -14,15 +14,19 @@ from dataclasses import dataclass, replace
 
 from shadowlane.planner import events as ev
 from shadowlane.planner.card_placement import place_on_cards
+from shadowlane.planner.card_question import (
+    OURS,
+    beside_subchunks,
+    plan_over_cards,
+    question_over_cards,
+)
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.context import DEFAULT_CONTEXT
 from shadowlane.planner.following import Following
-from shadowlane.planner.hand_placement import OF_ONE, plan_by_hand
+from shadowlane.planner.hand_placement import OF_ONE
 from shadowlane.planner.hardware import Hardware
-from shadowlane.planner.hybrid import HitRate, Model, Plan, Prompts, Work, known_hits, model_of
+from shadowlane.planner.hybrid import HitRate, Model, Plan, known_hits
 from shadowlane.planner.hybrid_layouts import Question, TooLarge
 from shadowlane.planner.hybrid_learning import StepMeasured
-from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import (
     Arrived,
     Command,
@@ -35,19 +39,15 @@ from shadowlane.planner.hybrid_shadow import (
     WorkChanged,
 )
 from shadowlane.planner.lifecycle import Placements, Record
-from shadowlane.planner.pins import catalog_homes, check_pins_fit, pinned
 from shadowlane.planner.placement import InfeasiblePlan, Placement, Request, show_nbytes
 from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.ram_watch import RamWatch
 from shadowlane.planner.search import later_slots
-from shadowlane.planner.shortage import what_is_short
 from shadowlane.planner.stages import first_stage, with_experts
 from shadowlane.planner.trial import Option, Settings
 
 STORY_ENTRIES = 12
 GROWTH = 1.5  # of a context, that makes the shadow think of longer ones
-PROMPT_TOKENS = 2.0  # of a prompt, for each token of an answer
-OURS = "auto"  # the strategy that is searched for, not one of those by hand
 
 
 @dataclass(slots=True)
@@ -66,15 +66,10 @@ class CardPlanner:
         self, catalog: Catalog, request: Request, settings: Settings | None = None
     ) -> None:
         self.catalog = catalog
-        self.request = request
         self.settings = settings or Settings()
         self.placements = Placements(self.settings, self.story)
         self.history: deque[str] = deque(maxlen=100)
-        asked = question_over_cards(catalog, request)
-        self.model: Model = asked.model
-        self._machine: Hardware = asked.machine
-        self._work = asked.work
-        self._prompts = asked.prompts
+        self._ask(request)
         self._shadow: HybridShadow | None = None
         self._following: Following | None = None  # of a mixture
         self._expected: dict[int, _Expected] = {}
@@ -82,6 +77,15 @@ class CardPlanner:
         self._left = MemoryTaken(0.0)  # as the shadow has it
         self._taken = MemoryTaken(0.0)  # by other programs, beside what the budget gave way to
         self.watch = None if request.headroom is None else RamWatch(request.ram, request.headroom)
+
+    def _ask(self, request: Request) -> None:
+        """request: with the sub-chunks of a chunk, once they have been chosen."""
+        asked = question_over_cards(self.catalog, request)
+        self.request = request
+        self.model: Model = asked.model
+        self._machine: Hardware = asked.machine
+        self._work = asked.work
+        self._prompts = asked.prompts
 
     # -- what may be asked
 
@@ -113,6 +117,7 @@ class CardPlanner:
             self.placements.take_over(
                 Option.as_placed("taken over", event.placement), event.newest_id
             )
+            self._ask(replace(self.request, subchunks=event.placement.subchunks))
             self._open_shadow(event.placement)
         elif isinstance(event, ev.StepRetired):
             commands = self._step_retired(event)
@@ -133,16 +138,9 @@ class CardPlanner:
         return commands
 
     def _begin(self) -> list[ev.Command]:
-        question = question_over_cards(self.catalog, self.request)
-        strategy = self.request.strategy
-        if strategy == OURS:
-            try:
-                plan = search(question).plan
-            except TooLarge as error:
-                raise TooLarge(f"{error}: {what_is_short(question)}") from None
-        else:
-            plan = plan_by_hand(question, strategy, self.request.strategy_layers)
-        placement = self._exact(plan, question)
+        plan, request = plan_over_cards(self.catalog, self.request)
+        self._ask(request)
+        placement = self._exact(plan, question_over_cards(self.catalog, request))
         self._open_shadow(placement)
         return self.placements.publish(
             Option.as_placed(placement.strategy, placement), f"first plan: {placement.strategy}"
@@ -168,13 +166,23 @@ class CardPlanner:
         """A running engine keeps its ring and its slots for experts. Raises InfeasiblePlan."""
         active = self.active_placement
         if active is None:
-            return place_on_cards(self.catalog, plan, self.request, question)
+            return self._for_others(
+                place_on_cards(self.catalog, plan, self.request, question), plan
+            )
         ring = active.num_slots or later_slots(self.catalog.slot_nbytes)
         request = replace(self.request, num_slots=self.request.num_slots or ring)
         slots, catalog = active.expert_slots, self.catalog
         if self._following is not None:
             catalog = self._following.ranked(catalog)
-        return place_on_cards(catalog, plan, request, question, expert_slots=slots, before=active)
+        placement = place_on_cards(
+            catalog, plan, request, question, expert_slots=slots, before=active
+        )
+        return self._for_others(placement, plan)
+
+    def _for_others(self, placement: Placement, plan: Plan) -> Placement:
+        """With the chunks that other sequences' tokens may have to wait for."""
+        count = beside_subchunks(self.catalog, self.request, plan)
+        return replace(placement, beside_subchunks=count)
 
     # -- steps
 
@@ -197,7 +205,9 @@ class CardPlanner:
         chosen = event.experts_chosen + event.experts_on_cards
         hits = event.experts_on_cards / chosen if chosen else None
         busy_s, kinds_s = _by_lane(event)
-        measured = StepMeasured(event.seconds, busy_s, kinds_s=kinds_s, hits=hits)
+        measured = StepMeasured(
+            event.seconds, busy_s, kinds_s=kinds_s, hits=hits, crossings_s=event.crossings_s
+        )
         if event.context > GROWTH * self._work.context:
             context = min(2 * self._work.context, self._work.max_context)
             if context > self._work.context:
@@ -393,45 +403,6 @@ def check_over_cards(catalog: Catalog, request: Request) -> None:
             place_on_cards(catalog, plan, request, question)
             return
     first_over_cards(catalog, request)
-
-
-def question_over_cards(catalog: Catalog, request: Request) -> Question:
-    """For decode, and a part of a chunk of a prompt for every token of an answer."""
-    assert request.machine is not None, "cards are planned for on a machine that is described"
-    model = pinned(
-        # NOTE: a catalog calls its model by a fingerprint, which tells nobody anything.
-        model_of(
-            catalog,
-            "the model",
-            is_ours=True,
-            cards_route=request.cards_route,
-            brings_experts=True,
-        ),
-        catalog_homes(catalog, request.pins, len(request.cards)),
-    )
-    context = min(request.context or DEFAULT_CONTEXT, model.max_context)
-    work = Work(
-        sequences=request.max_batch,
-        rows=request.max_batch,
-        context=min(512, context),
-        max_context=context,
-    )
-    rows = min(catalog.subchunk_rows, context)
-    prompt = Work("prefill", rows=rows, context=rows, max_context=context)
-    machine = within_budgets(request.machine, request)
-    check_pins_fit(model, work, machine)
-    hits = known_hits(catalog, model)
-    prompts = Prompts(prompt, PROMPT_TOKENS / rows)
-    return Question(model, machine, work, hit_rate=hits, prompts=prompts)
-
-
-def within_budgets(machine: Hardware, request: Request) -> Hardware:
-    """The machine with as much memory as the request gives: nothing else of it is anybody's."""
-    cards = tuple(
-        replace(card, vram_nbytes=float(budget), reserved_nbytes=0.0)
-        for card, budget in zip(machine.cards, request.cards, strict=True)
-    )
-    return replace(machine, cards=cards, ram_nbytes=float(request.ram), reserved_nbytes=0.0)
 
 
 def _always(rate: float) -> HitRate:

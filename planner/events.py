@@ -36,6 +36,8 @@ class StepRetired:
     wait_s: Mapping[str, float] = field(default_factory=dict)  # lane -> waiting for counters
     # of `busy_s`, by lane that computes and kind of group, where its spans tell them apart
     kinds_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # by lane that waited for its input: an activation's way over one card's link, where it is told
+    crossings_s: Mapping[str, float] = field(default_factory=dict)
     experts_chosen: int = 0  # of a mixture's decode step, over all layers and rows
     experts_resident: int = 0  # of these, in RAM and not for this step's sake
     experts_read_nbytes: int = 0

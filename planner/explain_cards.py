@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shadowlane.planner.card_planner import question_over_cards
+from shadowlane.planner.card_question import question_over_cards
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.explain import busy_percent, ram_parts
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
@@ -21,6 +21,7 @@ def card_report(
 
     is_emulated: that machine is not here; otherwise its figures have been measured.
     """
+    request = replace(request, subchunks=placement.subchunks)
     question = question_over_cards(catalog, request)
     homes = catalog_homes(catalog, request.pins, len(request.cards))
     plan = plan_of(catalog, placement, question.model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import log, sqrt
+from statistics import fmean
 from typing import NamedTuple
 
 from shadowlane.planner.hardware import Hardware
@@ -39,6 +40,8 @@ class StepMeasured:
     # of `busy_s`, by lane and kind of group, where spans were kept; a lane may be left out
     kinds_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     hits: float | None = None  # of the chosen experts, the part that lives on cards; None: unknown
+    # by lane that waited for it: one activation's way over one card's link, where lanes tell that
+    crossings_s: Mapping[str, float] = field(default_factory=dict)
 
 
 class _Lane(NamedTuple):
@@ -86,6 +89,8 @@ def learned(
     )
     question = replace(question, machine=machine)
     machine = _with_cores(question, stated, plan, now, lanes["cpu:0"].fixed_s, is_fresh)
+    if now.crossings_s:
+        return _with_told_crossings(replace(question, machine=machine), stated, plan, now)
     if now.kinds_s:
         machine = _with_crossings(replace(question, machine=machine), stated, plan, now)
     return machine
@@ -287,6 +292,43 @@ def _with_crossings(
             else (least, low_s, factor, seconds)
         )
     return _crossing(machine, stated, min(max(factor, CROSSINGS[0]), CROSSINGS[1]))
+
+
+def _with_told_crossings(
+    question: Question, stated: Hardware, plan: Plan, now: StepMeasured
+) -> Hardware:
+    """Few rows cross in what a crossing costs beside its bytes, many as fast as the link copies."""
+    machine = question.machine
+    is_busy = [question.times(plan).busy_s[f"h2d:{at}"] > 0.0 for at in range(len(machine.cards))]
+    copied = question.model.row_nbytes * question.work.rows
+    copies_s = [copied / card.h2d_bytes_per_s for card in machine.cards]
+    expected = {
+        f"gpu:{at}": card.crossing_s + copy_s
+        for at, (card, copy_s) in enumerate(zip(machine.cards, copies_s, strict=True))
+    }
+    of_processor = max(expected.values())
+    slower = fmean(
+        seconds / expected.get(lane, of_processor) for lane, seconds in now.crossings_s.items()
+    )
+    cards = []
+    for card, its, copy_s, is_known in zip(
+        machine.cards, stated.cards, copies_s, is_busy, strict=True
+    ):
+        whole_s = slower * (card.crossing_s + copy_s)
+        if copy_s <= card.crossing_s or is_known:
+            least_s, most_s = (its.crossing_s * factor for factor in CROSSINGS)
+            crossing_s = min(max(whole_s - copy_s, least_s), most_s)
+            cards.append(replace(card, crossing_s=crossing_s))
+            continue
+        faster = copy_s / max(whole_s - card.crossing_s, 1e-12)
+        cards.append(
+            replace(
+                card,
+                h2d_bytes_per_s=_within(card.h2d_bytes_per_s * faster, its.h2d_bytes_per_s),
+                d2h_bytes_per_s=_within(card.d2h_bytes_per_s * faster, its.d2h_bytes_per_s),
+            )
+        )
+    return replace(machine, cards=tuple(cards))
 
 
 def _crossing(machine: Hardware, stated: Hardware, factor: float) -> Hardware:

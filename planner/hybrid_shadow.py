@@ -250,6 +250,10 @@ class HybridShadow:
             {lane: median(step.busy_s[lane] for step in self._steps) for lane in newest.busy_s},
             kinds_s=self._median_kinds(),
             hits=fmean(hits) if hits else None,
+            crossings_s={
+                lane: median(step.crossings_s.get(lane, seconds) for step in self._steps)
+                for lane, seconds in newest.crossings_s.items()
+            },
         )
 
     def _median_kinds(self) -> dict[str, dict[str, float]]:

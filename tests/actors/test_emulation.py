@@ -67,6 +67,19 @@ def test_hidden_factors_are_felt() -> None:
     assert true_machine(MACHINE, Hidden(cpu=1.3)).dram_bytes_per_s >= 40e9 * 1.3
 
 
+def test_crossings_are_told_by_who_waits_for_them() -> None:
+    world = World(MODEL, MACHINE, Hidden(crossing=1.5))
+    true = world.machine.cards[0]
+    one_s = true.crossing_s + MODEL.row_nbytes / true.h2d_bytes_per_s
+    halves, on_card = (
+        Plan("", tuple(Site(part, 1.0 - part) for _ in MODEL.loads)) for part in (0.5, 1.0)
+    )
+    for plan, lanes in ((halves, {"cpu:0", "gpu:0"}), (on_card, {"gpu:0"}), (ON_CPU, set())):
+        told = world.step(plan, Work()).crossings_s
+        assert set(told) == lanes
+        assert list(told.values()) == pytest.approx([one_s] * len(lanes), rel=0.1)
+
+
 def test_a_neighbour_on_the_cores_takes_its_part_in_whole_pieces() -> None:
     assert seconds(ON_CPU, Conditions(cpu=0.5)) == pytest.approx(2 * seconds(ON_CPU), rel=0.1)
 

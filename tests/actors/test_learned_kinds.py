@@ -69,6 +69,9 @@ def test_kinds_add_up_to_what_lanes_were_busy_with(
         heard = listened_to(engine, monkeypatch)
         engine.generate(PROMPT, max_tokens=24)
         placement = engine.engine.placement
+    for event in heard:  # half of the weights are on the card: both sides wait for the other
+        for lane in ("cpu:0", "gpu:0"):
+            assert event.crossings_s[lane] == pytest.approx(CARD.crossing_s, rel=0.1)
     told = [event for event in heard if set(event.kinds_s) == {"cpu:0", "gpu:0"}]
     assert len(told) > 0.4 * len(heard), "the newest span may come late where threads share a core"
     for event in told:

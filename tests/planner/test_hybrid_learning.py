@@ -27,6 +27,7 @@ MODEL = Model(
 )
 HALF = Plan("", tuple(Site(0.5, 0.5) for _ in MODEL.loads))
 ON_CPU = Plan("", tuple(Site(0.0, 1.0) for _ in MODEL.loads))
+ROW_S = MODEL.row_nbytes / CARD.h2d_bytes_per_s
 
 
 def measured(machine: Hardware, plan: Plan) -> StepMeasured:
@@ -90,6 +91,28 @@ def test_what_no_lane_explains_is_put_down_to_crossings() -> None:
     true = replace(MACHINE, cards=(replace(CARD, crossing_s=50e-6),))
     found = learned(Question(MODEL, MACHINE), MACHINE, HALF, measured(true, HALF), is_fresh=True)
     assert found.cards[0].crossing_s == pytest.approx(50e-6, rel=0.02)
+
+
+def test_told_crossings_are_learned_from_one() -> None:
+    """All is on the card: next to nothing of a step, and yet known for plans of many crossings."""
+    true = replace(MACHINE, cards=(replace(CARD, crossing_s=50e-6),))
+    on_card = Plan("", tuple(Site(1.0, 0.0) for _ in MODEL.loads))
+    told = replace(measured(true, on_card), crossings_s={"gpu:0": 50e-6 + ROW_S})
+    found = learned(Question(MODEL, MACHINE), MACHINE, on_card, told, is_fresh=True)
+    assert found.cards[0].crossing_s == pytest.approx(50e-6, rel=0.01)
+    assert found.cards[0].h2d_bytes_per_s == CARD.h2d_bytes_per_s
+
+
+def test_many_rows_cross_at_the_rate_of_the_link() -> None:
+    work = Work("prefill", rows=2048, context=2048, max_context=4096)
+    on_card = Plan("", tuple(Site(1.0, 0.0) for _ in MODEL.loads))
+    question = Question(MODEL, MACHINE, work)
+    times = question.times(on_card)
+    crossing_s = CARD.crossing_s + 2048 * ROW_S * 2
+    told = StepMeasured(times.step_s, times.busy_s, crossings_s={"gpu:0": crossing_s})
+    found = learned(question, MACHINE, on_card, told, is_fresh=True)
+    assert found.cards[0].h2d_bytes_per_s == pytest.approx(CARD.h2d_bytes_per_s / 2, rel=0.01)
+    assert found.cards[0].crossing_s == CARD.crossing_s
 
 
 def test_hits_bend_what_was_promised() -> None:
