@@ -255,6 +255,30 @@ def test_what_the_next_plan_brings_has_slots_beside_what_this_one_brings(
             assert len(of_it) + len(after.prefill_sweep) == 16 - after.experts_on_cards
 
 
+def test_prompts_wait_for_routers_only_where_the_processor_lacks_experts() -> None:
+    """What links bring is read ahead, and what has a slot in RAM is nobody's read."""
+    catalog = mixture_catalog(
+        layers=4, num_experts=16, top_k=4, expert_inner=512, hidden=1024, inner=512, vocab=1024
+    )
+    model = model_of(catalog, "synthetic", is_ours=True, brings_experts=True)
+    slow = replace(MACHINE, disk_bytes_per_s=1e9, cpu_flops=1e14)
+    prompt = Work("prefill", rows=512, context=512, max_context=512)
+    question = Question(model, slow, prompt)
+
+    def seconds(part: float) -> tuple[float, float]:
+        sites = tuple(
+            Site(0.0, 0.5, brought_prefill=part) if load.experts else Site(0.0, 1.0)
+            for load in model.loads
+        )
+        times = question.times(Plan("", sites))
+        return times.step_s, times.busy_s["disk:0"]
+
+    (late_s, read_s), (ahead_s, as_much_s) = seconds(0.0), seconds(0.5)
+    assert read_s == pytest.approx(as_much_s)
+    assert ahead_s == pytest.approx(read_s, rel=0.01)
+    assert late_s > 1.02 * read_s
+
+
 def test_without_such_lanes_nothing_is_brought() -> None:
     model = model_of(CATALOG, "synthetic", is_ours=True)
     for answer in by_hand(replace(QUESTION, model=model)).values():
