@@ -19,6 +19,7 @@ class Price(NamedTuple):
     read_nbytes: float  # off the disk
     more_s: float  # what the longest side takes beyond its mean, expected
     adds_up: int = 0  # the side that adds up what all sides give, where one does
+    is_read_first: bool = False  # of what is brought, some comes off the disk
     # of what is read, what the processor computes of a prompt's experts: once they are chosen
     asked_nbytes: float = 0.0
 
@@ -62,6 +63,7 @@ def price_of(
         tuple(load.nbytes * brought * part for part in site.over) if rates.cards else (),
         load.nbytes * on_disk if on_disk > NOTHING else 0.0,
         0.0,
+        is_read_first=brought > site.ram + NOTHING,
     )
 
 
@@ -88,7 +90,7 @@ def _price_experts(
         missing = chosen - on_cards
         there, here = on_cards + missing * part_brought, missing * (1.0 - part_brought)
         sides_s = _sides(load.nbytes, flops, there, here, site.over, rates)
-        if load.is_joined and site.vram + part_brought > 0.0:  # even where it only adds up
+        if load.is_joined and (adds_up or site.vram + part_brought > 0.0):  # even if no more
             least_s = rates.cards[adds_up - 1].launch_s if adds_up else rates.cpu_launch_s
             least_s = max(sides_s[adds_up], least_s)
             sides_s = (*sides_s[:adds_up], least_s, *sides_s[adds_up + 1 :])
@@ -109,12 +111,17 @@ def _price_experts(
     asked = 0.0
     if load.is_joined and not is_decode:  # links take what RAM has not, as far as they take any
         asked = load.nbytes * chosen * max(0.0, lost - (1.0 - hits) * part_brought)
+    lost_nbytes = load.nbytes * chosen * max(0.0, lost)
+    is_read_first = (1.0 - site.vram) * part_brought > site.ram + NOTHING
+    if load.is_joined and not is_decode:
+        is_read_first = asked < lost_nbytes
     return Price(
         sides_s,
         tuple(brought * part for part in site.over) if rates.cards else (),
-        load.nbytes * chosen * max(0.0, lost),
+        lost_nbytes,
         max(0.0, more_s),
         adds_up,
+        is_read_first,
         asked,
     )
 
