@@ -286,7 +286,8 @@ def plan_layout(
     largest = max((whole_pages(nbytes) for nbytes in blueprint.held_nbytes), default=0)
     landing_nbytes = max(LANDING_NBYTES, largest) if are_here else 0
     landing = take(landing_nbytes)
-    pinned_weights = (weights, cursor - weights)
+    first_copied = weights if blueprint.experts is None else ring  # experts may be read there
+    pinned_weights = (first_copied, cursor - first_copied)
     may_stream = (may_shrink or bool(placement.cards)) and blueprint.experts is None
     if may_stream and not num_slots:  # no card reads what comes off the disk: none pins it
         num_slots = later_slots(placement.slot_nbytes)

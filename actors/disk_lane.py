@@ -84,15 +84,15 @@ class Sweep:
     """What the lane reads under one placement, and from where it counts.
 
     Step k (0 = the first under this placement) begins at ordinal `base + k * len(blocks)`, when
-    compute lane n has retired `lane_bases[n] + k * lane_lengths[n]` instructions.
+    the lane with counter n has retired `lane_bases[n] + k * lane_lengths[n]` instructions.
     """
 
-    blocks: tuple[int, ...]
-    consumers: tuple[tuple[tuple[int, int], ...], ...]  # per ordinal: (lane, rel) that free it
+    blocks: tuple[int, ...]  # and, behind all of them, routed experts
+    consumers: tuple[tuple[tuple[int, int], ...], ...]  # per ordinal: (counter, rel) that free it
     num_slots: int
     base: int
-    lane_bases: tuple[int, ...]
-    lane_lengths: tuple[int, ...]
+    lane_bases: Mapping[int, int]
+    lane_lengths: Mapping[int, int]
 
     @staticmethod
     def of(
@@ -100,10 +100,10 @@ class Sweep:
         num_slots: int,
         base: int,
         lanes: Mapping[str, int],
-        lane_bases: Sequence[int],
-        lane_lengths: Sequence[int],
+        lane_bases: Mapping[int, int],
+        lane_lengths: Mapping[int, int],
     ) -> Sweep:
-        """lanes: the number of each compute lane."""
+        """lanes: the counter of each compute lane, and of each link."""
         reads = [each for each in program.instructions if isinstance(each, Read)]
         return Sweep(
             blocks=tuple(read.block for read in reads),
@@ -112,8 +112,8 @@ class Sweep:
             ),
             num_slots=num_slots,
             base=base,
-            lane_bases=tuple(lane_bases),
-            lane_lengths=tuple(lane_lengths),
+            lane_bases=lane_bases,
+            lane_lengths=lane_lengths,
         )
 
 
@@ -198,8 +198,7 @@ class DiskLane:
         """
 
         def load_block(block: int, home: int, lock: threading.Lock) -> None:
-            extents = self._extents_of(block)
-            nbytes = sum(self._read_extent(each, home + at, 0, block) for each, at in extents)
+            nbytes = self._read_whole(block, home, 0)
             with lock:
                 self._statistics[LOAD_NBYTES] += nbytes
 
@@ -432,12 +431,11 @@ class DiskLane:
         block = sweep.blocks[(ordinal - sweep.base) % len(sweep.blocks)]
         slot = ordinal % sweep.num_slots
         step = (ordinal - sweep.base) // len(sweep.blocks)
-        source = self._blueprint.sources[block]
         home = self._layout.ring + slot * self._layout.slot_nbytes
         started = now_ns()
-        nbytes = self._read(source, home, step, block)
+        nbytes = self._read_whole(block, home, step)
         if self._layout.is_emulated:
-            self._hold(source.held_nbytes, started)
+            self._hold(self._blueprint.held_nbytes[block], started)
         with self._lock:
             self._statistics[SWEEP_NBYTES] += nbytes
             self._arrived.add(ordinal)
@@ -540,6 +538,11 @@ class DiskLane:
         nbytes = self._read_extent(extent, home, step, number)
         with self._lock:
             self._statistics[EXPERT_NBYTES] += nbytes
+
+    def _read_whole(self, number: int, home: int, step: int) -> int:
+        """A block, or behind all blocks an expert, to an arena offset. Returns the bytes."""
+        extents = self._extents_of(number)
+        return sum(self._read_extent(each, home + at, step, number) for each, at in extents)
 
     def _read_extent(self, extent: FileRange | Piece, home: int, step: int, number: int) -> int:
         """A block, or part of an expert, to an arena offset: as it lies, or through a buffer."""

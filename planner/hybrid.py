@@ -135,7 +135,7 @@ def model_of(
     is_ours: as our own lanes run it. One of them computes a layer's router and adds up its experts:
     the processor, or, if `cards_route`, a card. Experts come over no link for an answer, since a
     router chooses too late, and for prompts if `brings_experts`. cards_here: not emulated.
-    What comes off the disk is the processor's too, and where anything of a dense model does, all
+    What comes off the disk of a dense model is the processor's, and where anything does, all
     phases bring the same. Of keys and values all are kept, in whole pages, however far layers look
     back.
     """

@@ -409,10 +409,12 @@ class _Step:
         # A router chooses last: what it chose cannot be on its way before.
         late_s = begin_s if load.experts and self._is_decode else never
         read_s, read_took = never, 0.0
-        if price.read_nbytes:
-            read_took = price.read_nbytes / rates.disk_bytes_per_s
-            read_s = self.disk.arrival_s(price.read_nbytes, read_took, begin_s, late_s)
-        arrived_s = [read_s, *(never for _ in price.brought_nbytes)]
+        ahead_nbytes = price.read_nbytes - price.asked_nbytes
+        if ahead_nbytes > 0.0:
+            read_took = ahead_nbytes / rates.disk_bytes_per_s
+            read_s = self.disk.arrival_s(ahead_nbytes, read_took, begin_s, late_s)
+        here_s = never if load.is_joined and not self._is_decode else read_s
+        arrived_s = [here_s, *(never for _ in price.brought_nbytes)]
         for card, nbytes in enumerate(price.brought_nbytes):
             if nbytes:
                 took = nbytes / rates.h2d_bytes_per_s[card]
@@ -422,6 +424,9 @@ class _Step:
                 arrived_s[1 + card] = self.links[card].arrival_s(
                     nbytes, took, begin_s, max(late_s, behind_s)
                 )
+        if price.asked_nbytes:
+            took = price.asked_nbytes / rates.disk_bytes_per_s
+            arrived_s[0] = self.disk.arrival_s(price.asked_nbytes, took, begin_s, begin_s)
         return [
             (side, max(self._ready[side] + took, arrived_s[side] + took * LAST_PART))
             for side, took in enumerate(price.sides_s)

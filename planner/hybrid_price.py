@@ -22,6 +22,8 @@ class Price(NamedTuple):
     )
     adds_up: int = 0  # the side that adds up what all sides give, where one does
     is_read_first: bool = False  # of what is brought, some comes off the disk
+    # of what is read, what the processor computes of a prompt's experts: once they are chosen
+    asked_nbytes: float = 0.0
 
     @property
     def is_carried(self) -> bool:
@@ -110,13 +112,21 @@ def _price_experts(
         more_s = 2.0 * rates.cards[adds_up - 1].crossing_s  # the choice to the host, work from it
     come = load.experts if load.comes else chosen  # some before anybody has chosen
     brought = load.nbytes * come * (1.0 - hits) * part_brought
+    asked = 0.0
+    if load.is_joined and not is_decode:  # links take what RAM has not, as far as they take any
+        asked = load.nbytes * chosen * max(0.0, lost - (1.0 - hits) * part_brought)
+    lost_nbytes = load.nbytes * chosen * max(0.0, lost)
+    is_read_first = (1.0 - site.vram) * part_brought > site.ram + NOTHING
+    if load.is_joined and not is_decode:
+        is_read_first = asked < lost_nbytes
     return Price(
         sides_s,
         tuple(brought * part for part in site.over) if rates.cards else (),
-        load.nbytes * chosen * max(0.0, lost),
+        lost_nbytes,
         max(0.0, more_s),
         adds_up,
-        (1.0 - site.vram) * part_brought > site.ram + NOTHING,
+        is_read_first,
+        asked,
     )
 
 

@@ -83,6 +83,7 @@ def over_cards(
     *,
     embeds: bool = False,
     brings: bool = False,
+    reads: bool = False,
     routes: bool = False,
     sums: bool = False,
     comes: bool = True,
@@ -92,7 +93,8 @@ def over_cards(
     A part may live on a card, come over its link (in decode, in prefill, or in both; not at all
     unless `comes`), or stay.
     Of experts, any may live on cards. embeds: the table of embeddings is the first card's.
-    brings: any of the other experts are brought in prefill, as many as RAM has slots for.
+    brings: any of the other experts are brought in prefill, as many as RAM has slots for; reads:
+    more of them, which the disk reads for links.
     routes: any lane may choose the experts of a layer, and any may add up what they give; sums:
     any may add up.
     """
@@ -106,9 +108,10 @@ def over_cards(
     shares: dict[str, dict[str, tuple[Share, ...]]] = {"decode": {}, "prefill": {}}
     leaves = set()  # RAM
     experts = [draw_experts(catalog, random, cards) for _ in catalog.sparse_groups]
-    come = (
-        draw_brought(catalog, random, experts, whole) if brings else [((),) * cards] * len(experts)
-    )
+    come: list[tuple[tuple[int, ...], ...]] = [((),) * cards] * len(experts)
+    read: tuple[int, ...] = ()
+    if brings:
+        come, read = draw_brought(catalog, random, experts, whole, reads)
     for group in catalog.groups:
         if group.kind == "experts":
             of_layer = experts[catalog.sparse_groups.index(group)]
@@ -195,6 +198,9 @@ def over_cards(
         for number, name in enumerate(names)
     )
     kept = tuple(is_kept and index not in leaves for index, is_kept in enumerate(whole.resident))
+    if reads:
+        ring = {"num_slots": MIN_SLOTS, "slot_nbytes": slot_nbytes}
+        whole = replace(whole, slots_nbytes=MIN_SLOTS * slot_nbytes, prefill_sweep=read, **ring)
     return replace(
         whole,
         strategy=f"at random, seed {seed}",
@@ -237,23 +243,31 @@ def draw_brought(
     random: Random,
     experts: Sequence[tuple[tuple[int, ...], ...]],
     whole: Placement,
-) -> list[tuple[tuple[int, ...], ...]]:
-    """By layer and card, those that are brought: some or all that live on no card, in any order."""
+    reads: bool,
+) -> tuple[list[tuple[tuple[int, ...], ...]], tuple[int, ...]]:
+    """By layer and card, those that are brought: some or all that live on no card, in any order.
+
+    And those that the disk reads for that, by their numbers; none unless it `reads`.
+    """
     assert catalog.experts is not None
     room = most_kept(catalog.experts, whole.expert_slots)
     found: list[tuple[tuple[int, ...], ...]] = []
-    for of_layer in experts:
+    read: list[int] = []
+    for layer, of_layer in enumerate(experts):
         part = random.choice((0.0, 0.5, 1.0))
         on_cards = {expert for held in of_layer for expert in held}
         free = [each for each in range(catalog.experts.per_layer) if each not in on_cards]
         random.shuffle(free)
         come: list[list[int]] = [[] for _ in of_layer]
         for expert in free:
-            if room > 0 and random.random() < part:
+            if (room > 0 or reads) and random.random() < part:
                 random.choice(come).append(expert)
-                room -= 1
+                if reads and (room == 0 or random.random() < 0.5):
+                    read.append(catalog.expert_number(layer, expert))
+                else:
+                    room -= 1
         found.append(tuple(map(tuple, come)))
-    return found
+    return found, tuple(read)
 
 
 def specs(names: Sequence[str]) -> tuple[LaneSpec, ...]:
@@ -267,6 +281,7 @@ def drawn(
     *,
     embeds: bool = False,
     brings: bool = False,
+    reads: bool = False,
     routes: bool = False,
     sums: bool = False,
     comes: bool = True,
@@ -284,8 +299,8 @@ def drawn(
             assert catalog.experts is not None
             nbytes = slots * catalog.experts.slot_nbytes
             whole = replace(whole, expert_slots=slots, experts_nbytes=nbytes)
-        drawing = {"embeds": embeds, "brings": brings, "routes": routes, "sums": sums}
-        placement = over_cards(catalog, whole, seed, cards, comes=comes, **drawing)
+        drawing = {"embeds": embeds, "brings": brings or reads, "reads": reads, "comes": comes}
+        placement = over_cards(catalog, whole, seed, cards, routes=routes, sums=sums, **drawing)
         placement = replace(placement, micro_batches=micro_batches)
         for phase in ("decode", "prefill"):
             validate(catalog, placement, build_programs(catalog, placement, phase), phase)

@@ -67,6 +67,26 @@ def test_experts_that_are_brought_for_prompts_give_the_same_tokens(
 
 
 @pytest.mark.parametrize("cards", [1, 2])
+def test_experts_that_are_read_to_be_brought_give_the_same_tokens(
+    mixture: Mixture, cards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of a ring in RAM, which is pinned, or passes through staging."""
+    num_read = 0
+    for seed, limits in ((0, {}), (4, {"pin_limit": 48 << 20})):
+        first = drawn(seed, cards, few_slots(mixture.path) + 2, reads=True)
+        with (
+            fake_cards(monkeypatch, cards, **limits),
+            on_cards(mixture.path, first, cards) as engine,
+        ):
+            assert (lane_of(engine).access.staging is None) == (not limits)
+            num_read += len(engine.engine.placement.prefill_sweep)
+            assert mixture.agrees(engine)
+            swept = int(engine.engine.gauges.disk_statistics()[disk.SWEEP_NBYTES])
+            assert bool(swept) == bool(engine.engine.placement.prefill_sweep)
+    assert num_read
+
+
+@pytest.mark.parametrize("cards", [1, 2])
 def test_any_card_may_add_up_what_experts_give(
     mixture: Mixture, cards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

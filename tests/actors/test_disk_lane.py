@@ -84,7 +84,9 @@ class Alone:
         self.lane = DiskLane(blueprint, self.layout, self.arena.handle, files.stamps, **settings)
         programs = build_programs(blueprint.catalog, self.placement)
         self.length = len(programs["cpu:0"].instructions)
-        self.sweep = Sweep.of(programs[DISK_LANE], num_slots, 0, {"cpu:0": 0}, [0], [self.length])
+        self.sweep = Sweep.of(
+            programs[DISK_LANE], num_slots, 0, {"cpu:0": 0}, {0: 0}, {0: self.length}
+        )
         self.homes = Homes(self.layout.weights, self.layout.weights_nbytes, blueprint.held_nbytes)
         self.abort = self.arena.base + self.layout.abort
 
@@ -162,7 +164,7 @@ def test_the_same_sweep_goes_on_where_it_was(model: Path) -> None:
         alone.consume(alone.length)
         assert alone.has_read(count + 8)
         reads = int(alone.lane._statistics[NUM_READS])
-        again = replace(alone.sweep, base=count, lane_bases=(alone.length,))
+        again = replace(alone.sweep, base=count, lane_bases={0: alone.length})
         alone.lane.adopt(again, {}, 1)
         assert not alone.has_read(count + 9, timeout_s=0.1)
         assert int(alone.lane._statistics[NUM_READS]) == reads
@@ -246,7 +248,7 @@ def test_a_slot_is_not_read_into_twice_where_nobody_waited_for_the_first(
     alone.consume(alone.length)
     alone.lane.adopt(alone.sweep, {}, 0)
     if is_adopted_anew:  # between the void step and the next, which begins where no read has been
-        next_one = replace(alone.sweep, base=count, lane_bases=(alone.length,))
+        next_one = replace(alone.sweep, base=count, lane_bases={0: alone.length})
         alone.lane.adopt(next_one, {}, 1)
     thread = threading.Thread(target=alone.lane.run, daemon=True)
     thread.start()
