@@ -409,11 +409,12 @@ def layer_split(
 
 
 def in_micro_batches(question: Question, plan: Plan) -> Plan:
-    """With as many as prompts have sub-chunks in a step; one where they bring or read anything."""
-    if not all(
-        _is_in_memory(load, site)
-        for load, site in zip(question.model.loads, plan.sites, strict=True)
-    ):
+    """With as many as prompts have sub-chunks in a step; one where they bring or read anything.
+
+    Nor has a mixture several, where our lanes are to run it: a route is of a whole step.
+    """
+    loads = question.model.loads
+    if any(load.is_joined for load in loads) or not all(map(_is_in_memory, loads, plan.sites)):
         return plan
     rows = max((work.rows for work in question.works if work.phase == "prefill"), default=1)
     return replace(plan, micro_batches=max(1, rows // MICRO_BATCH_ROWS))
