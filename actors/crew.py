@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shadowlane.actors import disk_lane as disk
-from shadowlane.actors.arena import Arena, ArenaLayout
+from shadowlane.actors.arena import STEP_COUNTER, Arena, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.card_crew import (
     ChangeOfHeads,
@@ -24,6 +24,7 @@ from shadowlane.actors.card_crew import (
 )
 from shadowlane.actors.copy_choice import Choice
 from shadowlane.actors.copy_ring import ring_nbytes
+from shadowlane.actors.disk_sweep import Sweep
 from shadowlane.actors.held_heads import heads_on, page_nbytes
 from shadowlane.actors.hosts import Host, Pending, Remote, Settled
 from shadowlane.actors.moves import Mover, Moves, Progress
@@ -36,6 +37,7 @@ from shadowlane.actors.recovery import (
 )
 from shadowlane.actors.requests import lanes_of
 from shadowlane.actors.spec import EngineSettings
+from shadowlane.ops.atomics import counter_value
 from shadowlane.ops.files import ModelFiles
 from shadowlane.planner.heat import Heat
 from shadowlane.planner.placement import DISK_LANE, Placement
@@ -361,13 +363,13 @@ class Crew:
         if not keeps_ring:
             self.disk_base = self.disk_lane.call("park").result()
         published = self._published[placement.placement_id]
-        sweep = disk.Sweep.of(
-            published.programs["decode"][DISK_LANE],
+        step = self._arena.base + self._layout.counter(STEP_COUNTER)
+        sweep = Sweep.of(
+            published.programs,
             placement.num_slots,
             self.disk_base,
+            counter_value(step) + 1,
             {lane.name: number for number, lane in enumerate(self.lanes)},
-            self.lane_bases,
-            published.lengths["decode"],
         )
         homes = self.mover.homes_of(placement)
         self.disk_lane.call("adopt", sweep, homes, placement.placement_id).result()

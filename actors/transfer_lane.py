@@ -20,7 +20,6 @@ import numpy as np
 
 from shadowlane.actors.arena import (
     LINK_STATISTICS,
-    RECORD_RING,
     STEP_COUNTER,
     TRY_COUNTER,
     Arena,
@@ -38,6 +37,7 @@ from shadowlane.actors.link_statistics import (
     MOVED_NBYTES,
     SWEEP_NBYTES,
 )
+from shadowlane.actors.records import record_header
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import counter_value, wait_counter
 from shadowlane.planner.placement import Placement
@@ -270,8 +270,7 @@ class _Sweeps:
         """Read the newest step's record; drop what was copied ahead for another kind of step."""
         lane = self._lane
         self._step = counter_value(lane._address(STEP_COUNTER))
-        record = lane._layout.records + (self._step % RECORD_RING) * lane._layout.record_nbytes
-        header = lane._arena.view(record, np.int64, t.RECORD_HEADER_FIELDS)
+        header = record_header(lane._arena, lane._layout, self._step)
         phase: Phase = "decode" if header[t.PHASE] == t.DECODE else "prefill"
         wanted = lane._transfers.get((int(header[t.PLACEMENT]), phase))
         base, card_base = (

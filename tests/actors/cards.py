@@ -26,9 +26,8 @@ from shadowlane.planner.placement import (
     Share,
     expert_shares,
 )
-from shadowlane.planner.program import build_programs
 from shadowlane.planner.search import most_kept, place
-from shadowlane.planner.validate import validate
+from shadowlane.planner.validate import validate_phases
 
 OPTIONS = Options(context=128, prefill_chunk=24)
 
@@ -81,6 +80,7 @@ def over_cards(
     brings: bool = False,
     routes: bool = False,
     sums: bool = False,
+    streams: bool = False,
 ) -> Placement:
     """`whole`, of which all is in RAM, with every group shared out at random.
 
@@ -88,7 +88,7 @@ def over_cards(
     Of experts, any may live on cards. embeds: the table of embeddings is the first card's.
     brings: any of the other experts are brought in prefill, as many as RAM has slots for.
     routes: any lane may choose the experts of a layer, and any may add up what they give; sums:
-    any may add up.
+    any may add up. streams: any of what lives on no card may be only on disk.
     """
     random = Random(seed)
     names = [f"gpu:{number}" for number in range(cards)]
@@ -188,9 +188,23 @@ def over_cards(
         )
         for number, name in enumerate(names)
     )
+    sweep: tuple[int, ...] = ()
+    if streams:
+        here = {index for held in resident.values() for index in held}
+        here |= {
+            index for group in catalog.groups if group.kind == "embed" for index in group.blocks
+        }
+        here |= {index for each in sweeps.values() for index in each}
+        others = [block.index for block in catalog.blocks if block.index not in here]
+        part = random.choice((0.1, 0.5, 1.0))
+        sweep = tuple(index for index in others if random.random() < part)
+        leaves |= set(sweep)
     kept = tuple(is_kept and index not in leaves for index, is_kept in enumerate(whole.resident))
     return replace(
         whole,
+        sweep=sweep,
+        num_slots=MIN_SLOTS if sweep else 0,
+        slots_nbytes=MIN_SLOTS * catalog.slot_nbytes if sweep else 0,
         strategy=f"at random, seed {seed}",
         weights_nbytes=2 * room,
         lanes=(*(each for each in whole.lanes if each.name == "cpu:0"), *specs(names)),
@@ -264,6 +278,7 @@ def drawn(
     brings: bool = False,
     routes: bool = False,
     sums: bool = False,
+    streams: bool = False,
 ) -> Callable[[Catalog, Request], Placement]:
     """What a scripted planner begins with: a placement over cards at random, which can run.
 
@@ -278,9 +293,9 @@ def drawn(
             nbytes = slots * catalog.experts.slot_nbytes
             whole = replace(whole, expert_slots=slots, experts_nbytes=nbytes)
         drawing = {"embeds": embeds, "brings": brings, "routes": routes, "sums": sums}
+        drawing["streams"] = streams
         placement = over_cards(catalog, whole, seed, cards, **drawing)
-        for phase in ("decode", "prefill"):
-            validate(catalog, placement, build_programs(catalog, placement, phase), phase)
+        validate_phases(catalog, placement)
         return placement
 
     return first

@@ -34,17 +34,18 @@ def expected(model: Path, blocks_of_a_page: None) -> list[int]:
         return engine.generate(PROMPT)
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
 def test_any_placement_over_cards_gives_the_same_tokens(
-    model: Path, expected: list[int], seed: int, cards: int
+    model: Path, expected: list[int], seed: int, cards: int, streams: bool
 ) -> None:
     with running(
         model,
         ram=AMPLE,
         options=OPTIONS,
         cores=ONE_THREAD,
-        first=drawn(seed, cards),
+        first=drawn(seed, cards, streams=streams),
         cards=(CardSettings(1 << 30),) * cards,
         emulated=Emulated(machine_with(cards), seed=seed),
     ) as engine:

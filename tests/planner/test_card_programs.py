@@ -116,13 +116,6 @@ def test_the_processor_computes_only_with_what_is_in_ram() -> None:
     assert f"reads block {only_on_card}, not there" in text
 
 
-def test_prompts_have_the_shares_of_decode_where_weights_are_read_from_disk() -> None:
-    reading = placed(Site(0.5, 0.25, 0.25))
-    assert reading.sweep
-    text = refused(replace(reading, prefill_shares=dict(reading.shares)))
-    assert "prompts cannot have shares of their own beside a sweep" in text
-
-
 def test_a_link_must_not_bring_ahead_of_its_card() -> None:
     """A slot that is overwritten too soon is found, whichever lane fills it."""
     placement = placed()
