@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shadowlane.actors import disk_lane as disk
-from shadowlane.actors.arena import STEP_COUNTER, Arena, ArenaLayout
+from shadowlane.actors.arena import LINK_COUNTER, STEP_COUNTER, Arena, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.card_crew import (
     ChangeOfHeads,
@@ -43,6 +43,7 @@ from shadowlane.planner.heat import Heat
 from shadowlane.planner.placement import DISK_LANE, Placement
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program, build_programs
+from shadowlane.planner.validate import is_reached
 
 PARCEL_NBYTES = 256 << 20  # of expanded copies, made between two reports of how far it is
 
@@ -92,6 +93,7 @@ class Crew:
         self.disk_base: int  # the same of blocks read
         self._link_bases: list[int]  # the same of blocks brought to cards
         self._brought: tuple[int, Phase] | None  # placement and phase of the newest step
+        self._sweep_phase: Phase  # that the disk reads for
         self._opened: list[Pending]  # of lanes that map an arena
         self._choices: dict[int, Choice]  # who copies to each card that is here
         self.mover = Mover(self, blueprint)
@@ -194,6 +196,7 @@ class Crew:
             for answer in self.publish(published.placement):
                 answer.pending.result()
         self._start_sweep(self.placement, keeps_ring=False)
+        self._leave_to_cards(self.placement)
         self.run()
 
     def _replace_lost(self) -> None:
@@ -238,6 +241,7 @@ class Crew:
         self.disk_base = 0
         self._link_bases = [0] * len(self._settings.cards)
         self._brought = None
+        self._sweep_phase: Phase = "decode"
         self._opened = []
         self._choices = {}
         self.mover.forget()
@@ -321,11 +325,13 @@ class Crew:
     def switch(self, placement: Placement, *, is_first: bool = False) -> None:
         """Make `placement` the one that the next step runs under. Between steps only."""
         keeps_ring = not is_first and self.placement.sweep == placement.sweep
+        keeps_ring &= self._sweep_phase == "decode"
         changes = [] if is_first else changes_of_heads(self._blueprint, self.placement, placement)
         page_tokens, max_pages = self._blueprint.catalog.page_tokens, self._layout.max_pages
         pages = self._pages_in_use(page_tokens, max_pages) if changes else ()
         wait_between_steps([self._leave_cached(each, pages) for each in changes])
         self._start_sweep(placement, keeps_ring)
+        self._leave_to_cards(placement)
         self.placement = placement
         self._drop_all_but([placement])
         if self._settings.are_cards_here:
@@ -358,22 +364,23 @@ class Crew:
         heads = {each: there.take([each]).get(each) for each in change.come}
         return self.cards[change.card].call("take_cached", change.left, heads, pages)
 
-    def _start_sweep(self, placement: Placement, keeps_ring: bool) -> None:
+    def _start_sweep(self, placement: Placement, keeps_ring: bool, phase: Phase = "decode") -> None:
         """Tell the disk lane what to read from now on. `keeps_ring`: what was read ahead counts."""
         if not keeps_ring:
             self.disk_base = self.disk_lane.call("park").result()
         published = self._published[placement.placement_id]
+        programs = published.programs
+        if placement.prefill_sweep:  # each phase has its own, and is told so when it begins
+            programs = {"decode": programs.get(phase, programs["decode"])}
+        counters = {lane.name: number for number, lane in enumerate(self.lanes)}
+        counters |= {part.link: LINK_COUNTER + n for n, part in enumerate(placement.cards)}
         step = self._arena.base + self._layout.counter(STEP_COUNTER)
         sweep = Sweep.of(
-            published.programs,
-            placement.num_slots,
-            self.disk_base,
-            counter_value(step) + 1,
-            {lane.name: number for number, lane in enumerate(self.lanes)},
+            programs, placement.num_slots, self.disk_base, counter_value(step) + 1, counters
         )
         homes = self.mover.homes_of(placement)
         self.disk_lane.call("adopt", sweep, homes, placement.placement_id).result()
-        self._leave_to_cards(placement)
+        self._sweep_phase = phase
 
     def _leave_to_cards(self, placement: Placement) -> None:
         """Tell the disk lane which experts need no slot in RAM."""
@@ -387,20 +394,33 @@ class Crew:
         """Blocks brought to each card before the next step.
 
         What a link has copied ahead, for a step like the one before, is passed over where the next
-        one is another: it cannot be more than the ring holds.
+        one is another: it cannot be more than the ring holds. What the disk has read ahead is, too,
+        where it reads in prompts alone. Raises LaneDied.
         """
         kind = self.placement.placement_id, phase
-        if self._brought not in (None, kind):
+        drops = self._brought not in (None, kind) or self._is_link_behind()
+        if drops:
             for card, part in enumerate(self.placement.cards):
                 self._link_bases[card] += max(part.num_slots, self._layout.cards[card].num_slots)
+        if self.placement.prefill_sweep and (drops or phase != self._sweep_phase):
+            self._start_sweep(self.placement, keeps_ring=False, phase=phase)
         self._brought = kind
         return self._link_bases
+
+    def _is_link_behind(self) -> bool:
+        """Whether one has not come to the end of the step before, where it needs the disk for that:
+        the step was left out, or nobody chose the last of what came."""
+        if self._sweep_phase == "decode":
+            return False
+        counters = (self._layout.counter(LINK_COUNTER + card) for card in range(len(self.links)))
+        values = [counter_value(self._arena.base + at) for at in counters]
+        return not all(map(is_reached, values, self._link_bases))
 
     def finish_step(self, phase: Phase) -> None:
         """Count a whole step of the current placement as retired."""
         for number, length in enumerate(self.lengths(phase)):
             self.lane_bases[number] += length
-        self.disk_base += len(self.placement.sweep)
+        self.disk_base += len(self.placement.disk_stream(phase).sweep)
         for card, part in enumerate(self.placement.cards):
             self._link_bases[card] += len(part.stream(phase).sweep)
 

@@ -159,8 +159,7 @@ class DiskLane:
         """
 
         def load_block(block: int, home: int, lock: threading.Lock) -> None:
-            extents = self._extents_of(block)
-            nbytes = sum(self._read_extent(each, home + at, 0, block) for each, at in extents)
+            nbytes = self._read_whole(block, home, 0)
             with lock:
                 self._statistics[LOAD_NBYTES] += nbytes
 
@@ -402,12 +401,11 @@ class DiskLane:
         block = sweep.blocks[(ordinal - sweep.base) % len(sweep.blocks)]
         slot = ordinal % sweep.num_slots
         step = (ordinal - sweep.base) // len(sweep.blocks)
-        source = self._blueprint.sources[block]
         home = self._layout.ring + slot * self._layout.slot_nbytes
         started = now_ns()
-        nbytes = self._read(source, home, step, block)
+        nbytes = self._read_whole(block, home, step)
         if self._layout.is_emulated:
-            self._hold(source.held_nbytes, started)
+            self._hold(self._blueprint.held_nbytes[block], started)
         with self._lock:
             self._statistics[SWEEP_NBYTES] += nbytes
             self._arrived.add(ordinal)
@@ -510,6 +508,11 @@ class DiskLane:
         nbytes = self._read_extent(extent, home, step, number)
         with self._lock:
             self._statistics[EXPERT_NBYTES] += nbytes
+
+    def _read_whole(self, number: int, home: int, step: int) -> int:
+        """A block, or behind all blocks an expert, to an arena offset. Returns the bytes."""
+        extents = self._extents_of(number)
+        return sum(self._read_extent(each, home + at, step, number) for each, at in extents)
 
     def _read_extent(self, extent: FileRange | Piece, home: int, step: int, number: int) -> int:
         """A block, or part of an expert, to an arena offset: as it lies, or through a buffer."""

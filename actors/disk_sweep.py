@@ -1,7 +1,8 @@
 """What the disk lane reads round and round, and when a slot of its ring is free again.
 
-The blocks and their order are those of a placement, the same in every phase. Who uses a block is
-not: that depends on the phase of the step, which is known once the step's record is filled.
+The blocks and their order are those of a placement, the same in every phase; where routed experts
+are among them, of one phase. Who uses a block depends on the phase of the step, which is known once
+the step's record is filled.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Sweep:
     carries.
     """
 
-    blocks: tuple[int, ...]
+    blocks: tuple[int, ...]  # and, behind all of them, routed experts
     consumers: Mapping[Phase, Consumers]  # when all have come so far in a step, a slot is free
     num_slots: int
     base: int

@@ -372,6 +372,8 @@ class _Step:
             end_s = ready[0] + work_s
             if parts.read_nbytes:
                 end_s = max(end_s, self._read(load, parts.read_nbytes, begin_s, parts.is_late))
+            if parts.asked_nbytes:
+                end_s = max(end_s, self._read(load, parts.asked_nbytes, begin_s, True))
             self._count("cpu:0", load, work_s)
             if self._spans is not None:
                 self._record("cpu:0", load, end_s, work_s)
@@ -507,14 +509,17 @@ class _Step:
         per_expert = flops / chosen
         part = site.brought_in(work.phase)
         brought, off = missing * part, missing * (1.0 - part)
+        # Of a prompt our disk reads ahead what links bring; a processor asks for what it lacks.
+        asked = max(0.0, lost - brought) if load.is_joined and not is_decode else 0.0
         return _Parts(
             load.nbytes * hits,
             load.nbytes * brought,
             per_expert * (hits + brought),
             load.nbytes * off,
             per_expert * off,
-            load.nbytes * lost,
+            load.nbytes * (lost - asked),
             is_decode,
+            load.nbytes * asked,
         )
 
     def _lost(self, site: Site) -> float:
@@ -535,6 +540,7 @@ class _Parts:
     cpu_flops: float
     read_nbytes: float
     is_late: bool  # known only when a router has chosen
+    asked_nbytes: float = 0.0  # read besides, once it has
 
     def card(self, share: float) -> tuple[float, float, float]:
         return self.card_nbytes * share, self.brought_nbytes * share, self.card_flops * share

@@ -238,7 +238,8 @@ class Mover:
             self._arriving.remove(moves.placement)
 
     def _misfit(self, placement: Placement) -> str | None:
-        if placement.sweep and placement.num_slots != self._layout.num_slots:
+        reads = placement.sweep or placement.prefill_sweep
+        if reads and placement.num_slots != self._layout.num_slots:
             return (
                 f"the ring has {self._layout.num_slots} slots, laid out at the start; "
                 f"{placement.num_slots} are wanted"
@@ -334,9 +335,8 @@ class Mover:
         return {n for part in placement.cards for n in self._blueprint.on_card(part)}
 
     def brought_experts(self, placement: Placement) -> list[int]:
-        """The routed experts that come to cards for prompts, by their numbers."""
-        first = len(self._blueprint.sources)
-        return [n for part in placement.cards for n in part.prefill_sweep if n >= first]
+        """The routed experts that come to cards out of slots in RAM, by their numbers."""
+        return sorted(placement.experts_out_of_ram(self._blueprint.catalog))
 
     def keep_sources(self, placement: Placement) -> bool:
         """Let the experts that a placement brings keep their slots. False: some have none."""

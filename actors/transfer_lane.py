@@ -2,7 +2,8 @@
 
 In each step they come round in the same order, into a ring of slots in the card's memory, so the
 lane may go on with what the next step will want as soon as slots are free. A step of another phase
-or under another placement wants something else: what was copied ahead for nothing is dropped.
+or under another placement wants something else: what was copied ahead for nothing is dropped. What
+the disk reads for this lane is taken out of its ring in RAM, whose slot is free again then.
 
 How a copy is done, by a card or by the model of a link, is in `link_copies.py`. This process needs
 no torch.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shadowlane.actors.arena import (
+    DISK_COUNTER,
     LINK_STATISTICS,
     STEP_COUNTER,
     TRY_COUNTER,
@@ -39,8 +41,8 @@ from shadowlane.actors.link_statistics import (
 )
 from shadowlane.actors.records import record_header
 from shadowlane.ops import table as t
-from shadowlane.ops.atomics import counter_value, wait_counter
-from shadowlane.planner.placement import Placement
+from shadowlane.ops.atomics import WAIT_OK, counter_value, wait_counter
+from shadowlane.planner.placement import DISK_LANE, Placement
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program, Read
 
@@ -59,7 +61,10 @@ class Transfers:
     placement_id: int
     phase: Phase
     blocks: tuple[int, ...]
-    sources: tuple[int, ...]  # arena offsets of their enclosing ranges
+    sources: tuple[int, ...]  # arena offsets of their enclosing ranges; -1: see `read_at`
+    # of those that the disk reads into its ring for this lane, by their place: that in its sweep
+    read_at: Mapping[int, int]
+    num_read: int  # by the disk in a step
     free_after: tuple[int, ...]  # instructions of the card in a step, after which a slot is free
     card_length: int  # instructions of the card in a step
 
@@ -177,7 +182,9 @@ class TransferLane:
                 placement.placement_id,
                 phase,
                 tuple(read.block for read in reads),
-                tuple(sources[read.block] for read in reads),
+                tuple(-1 if read.waits else sources[read.block] for read in reads),
+                {read.ordinal: wait.rel - 1 for read in reads for wait in read.waits},
+                len(of_phase[DISK_LANE].instructions),
                 tuple(max(wait.rel for wait in read.consumers) for read in reads),
                 len(of_phase[part.lane].instructions),
             )
@@ -246,6 +253,7 @@ class _Sweeps:
         )
         self._base = 0  # ordinal of its first block
         self._card_base = 0  # instructions of the card before it
+        self._disk_base = 0  # blocks read before it
         self._next = 0  # ordinal that is copied next
         self._free_at: dict[int, int] = {}  # ordinal -> the card's counter when its slot is free
 
@@ -264,7 +272,8 @@ class _Sweeps:
             card = lane._address(lane._number)
             if freed is not None and not lane._copies.wait_for(card, freed):
                 continue
-            self._copy_next(ahead)
+            if self._is_read(ahead):
+                self._copy_next(ahead)
 
     def _begin_step(self) -> None:
         """Read the newest step's record; drop what was copied ahead for another kind of step."""
@@ -284,6 +293,7 @@ class _Sweeps:
             self._next = base
             self._free_at = {}
         self._now, self._base, self._card_base = wanted, base, card_base
+        self._disk_base = int(header[t.DISK_BASE])
 
     def _is_ahead(self) -> int | None:
         """Of which step the next block is: 0, the current one; 1, the one after it. None: of none.
@@ -298,10 +308,37 @@ class _Sweeps:
         overwritten = self._next - self._lane._where.num_slots
         return None if overwritten >= self._base + len(self._now.blocks) else ahead
 
+    def _read_ordinal(self, ahead: int) -> int | None:
+        """Of the disk, if it has to read the next block first."""
+        now = self._now
+        assert now is not None
+        at = now.read_at.get((self._next - self._base) % len(now.blocks))
+        return None if at is None else self._disk_base + ahead * now.num_read + at
+
+    def _is_read(self, ahead: int) -> bool:
+        """Whether the next block is in RAM, now or a little later.
+
+        NOTE: no card may wait for the disk, which leaves off where another kind of step begins.
+        """
+        lane, ordinal = self._lane, self._read_ordinal(ahead)
+        if ordinal is None:
+            return True
+        abort = lane._arena.base + lane._layout.abort
+        disk = lane._address(DISK_COUNTER)
+        if wait_counter(disk, ordinal + 1, abort, 0, LOOK_UP_NS) == WAIT_OK:
+            return True
+        lane._copies.look()
+        return False
+
     def _copy_next(self, ahead: int) -> None:
         lane, now, ordinal = self._lane, self._now, self._next
         assert now is not None
         place = (ordinal - self._base) % len(now.blocks)
+        read = self._read_ordinal(ahead)
+        source = now.sources[place]
+        if read is not None:
+            layout = lane._layout
+            source = layout.ring + read % layout.num_slots * layout.slot_nbytes
         slot = ordinal % lane._where.num_slots
         target = lane._where.ring + slot * lane._where.slot_nbytes
         block = now.blocks[place]
@@ -310,5 +347,5 @@ class _Sweeps:
         self._free_at.pop(ordinal - 2 * lane._where.num_slots, None)
         self._next = ordinal + 1
         step = self._step + ahead
-        lane._copies.bring(block, nbytes, now.sources[place], target, self._next, step)
+        lane._copies.bring(block, nbytes, source, target, self._next, step)
         lane._statistics[SWEEP_NBYTES] += nbytes

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from shadowlane.planner.brought_experts import Sources
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.draft import Draft, up
 from shadowlane.planner.hit_rate import missing_nbytes
-from shadowlane.planner.hybrid import Plan, vram_room
+from shadowlane.planner.hybrid import DISK_RING_NBYTES, DISK_RING_PART, Plan, vram_room
 from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.pins import catalog_homes
 from shadowlane.planner.placement import (
@@ -80,14 +81,21 @@ def place_on_cards(
     num_slots = _fit_ram(draft, request, fixed)
     resident, sweep = _residence(draft)
     weights = sum(block.held_nbytes for block in catalog.blocks if resident[block.index])
-    room -= weights + num_slots * catalog.slot_nbytes
     experts = catalog.experts
     parts = draft.card_parts()
     expert_nbytes = experts.slot_nbytes if experts else 1
+    needed = experts.total - sum(part.num_experts for part in parts) if experts else 0
+    slot_nbytes = catalog.slot_nbytes
+    room -= weights
+    if before is not None and experts is not None:  # a running engine keeps its ring
+        num_slots, slot_nbytes = before.num_slots, before.slot_nbytes
+    elif draft.brings_experts and needed > min(room // expert_nbytes, expert_slots or needed):
+        slot_nbytes = max(slot_nbytes, expert_nbytes)
+        num_slots = _slots_to_pass_on(request, room, slot_nbytes)
+    room -= num_slots * slot_nbytes
     if expert_slots is not None and expert_slots * expert_nbytes > room:
         what = {f"{expert_slots} experts": expert_slots * expert_nbytes}
         raise InfeasiblePlan("a running engine keeps its experts", what, max(0, room))
-    needed = experts.total - sum(part.num_experts for part in parts) if experts else 0
     least = min(needed, room // expert_nbytes) if expert_slots is None else expert_slots
     kept = _keep_embedding(draft, resident, room - expert_nbytes * least)
     weights += kept
@@ -100,7 +108,7 @@ def place_on_cards(
         most, may_come = most_kept(experts, expert_slots), None
         if before is not None and expert_slots < experts.total:
             may_come = _with_slots(draft, before)
-        draft.bring_experts_at_most(most, may_come)
+        draft.sources = Sources(catalog, most, may_come, reads=num_slots > 0)
         parts = draft.card_parts()
     in_memory = min(experts.total, expert_slots + experts.total - needed) if experts else 0
     processor = request.lanes[0].name
@@ -112,13 +120,13 @@ def place_on_cards(
         resident=tuple(resident),
         sweep=tuple(sweep),
         num_slots=num_slots,
-        slot_nbytes=catalog.slot_nbytes,
+        slot_nbytes=slot_nbytes,
         context_tokens=tokens,
         kv_pages=kv_pages,
         shares=shares,
         ram=request.ram,
         weights_nbytes=weights,
-        slots_nbytes=num_slots * catalog.slot_nbytes,
+        slots_nbytes=num_slots * slot_nbytes,
         kv_nbytes=fixed["KV"],
         scratch_nbytes=fixed["scratch"],
         constants_nbytes=fixed["constants"],
@@ -131,6 +139,7 @@ def place_on_cards(
         subchunks=request.subchunks or 1,
         cards=parts,
         prefill_shares=None if prefill_shares == shares else prefill_shares,
+        prefill_sweep=draft.read_for_cards(),
     )
     assert placement.total_nbytes <= request.ram, placement
     exact = plan_of(catalog, placement, question.model)
@@ -174,7 +183,7 @@ def _with_slots(draft: Draft, before: Placement) -> set[int]:
     and of those that leave cards as many as can be copied there beside them."""
     catalog, experts = draft.catalog, draft.catalog.experts
     assert experts is not None, "only mixtures have routed experts"
-    brought = {n for card in before.cards for n in card.prefill_sweep if catalog.is_expert(n)}
+    brought = before.experts_out_of_ram(catalog)
     stay = draft.experts()
     leaving = [
         catalog.expert_number(layer, expert)
@@ -244,6 +253,14 @@ def _disk_slots(draft: Draft, request: Request, room: int) -> int:
     while slots * 2 <= min(RING_SLOTS, affordable):
         slots *= 2
     return slots
+
+
+def _slots_to_pass_on(request: Request, room: int, slot_nbytes: int) -> int:
+    """Of a ring into which experts are read for links to take; 0: RAM has no room for one."""
+    room //= DISK_RING_PART
+    affordable = min(int(DISK_RING_NBYTES), room) // slot_nbytes
+    count = request.num_slots or max(MIN_SLOTS, min(RING_SLOTS, affordable))
+    return count if count * slot_nbytes <= room else 0
 
 
 def _leave_on_disk(draft: Draft, scale: float) -> None:

@@ -57,7 +57,8 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
         max_context=context,
     )
     rows = min(subchunks * catalog.subchunk_rows, context)
-    prompt = Work("prefill", rows=rows, context=rows, max_context=context)
+    attended = max(1, _prompt_tokens(catalog, request) // 2)  # of a row, on average
+    prompt = Work("prefill", rows=rows, context=attended, max_context=context)
     taken = longer.scratch_nbytes - catalog.scratch_nbytes
     machine = within_budgets(request.machine, request, taken)
     check_pins_fit(model, work, machine)
@@ -81,8 +82,8 @@ def within_budgets(machine: Hardware, request: Request, taken: int = 0) -> Hardw
 def plan_over_cards(catalog: Catalog, request: Request) -> tuple[Plan, Request]:
     """The plan to begin with, and `request` with the number of sub-chunks that it is for.
 
-    Searched for the shortest chunk; for longer ones it is changed a little, which has been as good
-    as another search to half a percent.
+    Searched for the shortest chunk; for longer ones it is changed a little, which on shipped shapes
+    has been as good as another search to half a percent.
 
     Raises TooLarge, ValueError.
     """
@@ -94,6 +95,8 @@ def plan_over_cards(catalog: Catalog, request: Request) -> tuple[Plan, Request]:
         plan = search(question).plan
     except TooLarge as error:
         raise TooLarge(f"{error}: {what_is_short(question)}") from None
+    if not _is_carried(question.answer(plan)):
+        return plan, replace(request, subchunks=counts[0])
     near: dict[int, Answer] = {}
 
     def seconds(count: int) -> float | None:
@@ -171,6 +174,15 @@ def _best_count(counts: list[int], seconds_of: Callable[[int], float | None]) ->
         if seconds < best_s * (1.0 - LEAST_GAIN):
             best, best_s = count, seconds
     return best
+
+
+def _is_carried(answer: Answer) -> bool:
+    """Whether anything comes for prompts that a longer chunk would need less often."""
+    assert answer.prompt_times is not None, "engines plan for prompts, too"
+    carriers = ("h2d:", "disk:")
+    return any(
+        s > 0.0 for lane, s in answer.prompt_times.busy_s.items() if lane.startswith(carriers)
+    )
 
 
 def _near(question: Question, plan: Plan) -> Answer | None:

@@ -5,11 +5,12 @@ RAM comes after it: `card_placement.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
+from shadowlane.planner.brought_experts import Brought, Sources, dealt, disk_order
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.hybrid import NOTHING, Plan, Site, stage_nbytes, whole_on
 from shadowlane.planner.hybrid_layouts import PHASES, Question
@@ -76,8 +77,7 @@ class Draft:
         self._takes_experts = [
             can and expert <= slot for can, slot in zip(self._able, self._slot_nbytes, strict=True)
         ]
-        self._most_experts: int | None = None  # that may be brought
-        self._may_come: Collection[int] | None = None  # these alone, by their numbers
+        self.sources = Sources(catalog)  # of experts that come for prompts
         self._sites = self._sites_of(plan, question)
         self.sections = self._rounded()
 
@@ -162,8 +162,8 @@ class Draft:
                 end = carry.round(group.kind, cuts, wanted, first, most)
             ends.append(end)
             untils.append(until)
-        if self._most_experts is not None:
-            self._bring_fewer(ends, self._most_experts)
+        if self.sources.most is not None and not self.sources.reads:
+            self._bring_fewer(ends, self.sources.most)
         return [
             parted(cuts, own.on_cards, end, until) if until else [own.on_cards] * len(self.cards)
             for (_, cuts, own), end, until in zip(self.groups(), ends, untils, strict=True)
@@ -177,43 +177,57 @@ class Draft:
             if group.kind == "experts"
         ]
         for layer, (index, first) in enumerate(routed):
-            ends[index] = min(ends[index], first + len(self._others(layer, first)))
+            ends[index] = min(ends[index], first + len(self.sources.may_come(layer, first)))
         total = sum(ends[index] - first for index, first in routed)
         if total > most:
             for index, first in routed:
                 ends[index] = first + (ends[index] - first) * most // total
 
-    def _others(self, layer: int, on_cards: int) -> list[int]:
-        """Of the experts on no card those that may come to one, the hottest first."""
-        assert self.catalog.experts is not None, "only mixtures have routed experts"
-        others, may_come = self.catalog.experts.ranked(layer)[on_cards:], self._may_come
+    def _brought_experts(self) -> list[tuple[Brought, list[int]]]:
+        """By layer, those that come for prompts, and how many to each card."""
+        groups = [
+            (own.on_cards, ends)
+            for (group, _, own), ends in zip(self.groups(), self._brought("prefill"), strict=True)
+            if group.kind == "experts"
+        ]
+        per_layer = self.catalog.experts.per_layer if self.catalog.experts else 0
+        off_cards = sum(per_layer - on_cards for on_cards, _ in groups)
         return [
-            expert
-            for expert in others
-            if may_come is None or self.catalog.expert_number(layer, expert) in may_come
+            (
+                self.sources.come(layer, on_cards, ends[-1] - on_cards, off_cards),
+                [last - first for first, last in pairwise((on_cards, *ends))],
+            )
+            for layer, (on_cards, ends) in enumerate(groups)
+            if ends
         ]
 
-    def bring_experts_at_most(self, count: int, of: Collection[int] | None = None) -> None:
-        """So many can keep their slots in RAM while others are read there. of: None: any."""
-        self._most_experts, self._may_come = count, of
+    @property
+    def brings_experts(self) -> bool:
+        """Whether any come to cards for prompts."""
+        return any(come.order for come, _ in self._brought_experts())
+
+    def read_for_cards(self) -> tuple[int, ...]:
+        """Those that the disk reads for links, by their numbers, in the order of their use."""
+        read = {
+            self.catalog.expert_number(layer, expert)
+            for layer, (come, _) in enumerate(self._brought_experts())
+            for expert in come.read
+        }
+        return disk_order(self.catalog, self._sweeps("prefill"), read)
 
     def _sweeps(self, phase: Phase) -> list[list[int]]:
         """Per card, what comes over its link, in the order of its use."""
         sweeps: list[list[int]] = [[] for _ in self.cards]
-        brought = self._brought(phase)
-        layer = -1  # counted among those that have experts
-        for (group, cuts, own), ends in zip(self.groups(), brought, strict=True):
+        experts = iter(enumerate(self._brought_experts() if phase == "prefill" else ()))
+        for (group, cuts, own), ends in zip(self.groups(), self._brought(phase), strict=True):
             start = own.on_cards
-            counts: list[int] = []
             for card, end in enumerate(ends):
                 sweeps[card] += group.blocks[cuts.blocks[start] : cuts.blocks[end]]
-                counts.append(end - start)
                 start = end
-            if group.kind == "experts" and self.catalog.experts is not None:
-                layer += 1
-                others = self._others(layer, own.on_cards)
-                for card, come in enumerate(dealt(others, counts)):
-                    sweeps[card] += [self.catalog.expert_number(layer, each) for each in come]
+            if group.kind == "experts" and phase == "prefill" and self.cards:
+                layer, (come, counts) = next(experts)
+                for card, of_card in enumerate(dealt(come.order, counts)):
+                    sweeps[card] += [self.catalog.expert_number(layer, each) for each in of_card]
         return sweeps
 
     def _slots(self) -> list[int]:
@@ -408,18 +422,6 @@ def _slot_nbytes(catalog: Catalog, budget: int, comes: bool) -> int:
 def _card_of(site: Site) -> int | None:
     """The card that has all of a group."""
     return whole_on(site.vram, site.over)
-
-
-def dealt(ranked: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The first of `ranked` dealt out, so many to each card: all cards get hot ones and cold."""
-    given: list[list[int]] = [[] for _ in counts]
-    for expert in ranked[: sum(counts)]:
-        card = min(
-            (card for card, count in enumerate(counts) if len(given[card]) < count),
-            key=lambda card: (len(given[card]) + 1) / counts[card],
-        )
-        given[card].append(expert)
-    return tuple(map(tuple, given))
 
 
 def up(nbytes: Fraction) -> int:

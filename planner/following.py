@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from shadowlane.planner.brought_experts import dealt
 from shadowlane.planner.catalog import Catalog, Experts
-from shadowlane.planner.draft import dealt
 from shadowlane.planner.hit_rate import curve_of, interpolate
 
 Layers = tuple[tuple[int, ...], ...]  # of one card: by layer, its experts

@@ -131,8 +131,7 @@ def model_of(
     is_ours: as our own lanes run it. One of them computes a layer's router and adds up its experts:
     the processor, or, if `cards_route`, a card. Experts come over no link for an answer, since a
     router chooses too late, and for prompts if `brings_experts`.
-    What comes off the disk is the processor's too. Of keys and values all are kept, in whole pages,
-    however far layers look back.
+    Of keys and values all are kept, in whole pages, however far layers look back.
     """
     attns = sum(1 for group in catalog.groups if group.kind == "attn")
     kv_nbytes = catalog.page_nbytes / catalog.page_tokens / max(1, attns)

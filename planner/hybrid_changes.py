@@ -62,6 +62,17 @@ def bring(question: Question, start: Answer, best: Answer) -> Answer:
     return best_of(question, [start.plan, plan and replace(plan, name=name)], best)
 
 
+def otherwise_brought(question: Question, best: Answer) -> Iterator[Plan]:
+    """The plan of `best` with more or less brought in one phase."""
+    spread, brought = Spread.of(best.plan), brought_of(best.plan)
+    for work in question.works:
+        for _, each in _ways_to_bring(question.model, spread.vram, brought[work.phase]):
+            name = _refined(best.plan.name)
+            plan = settle(question, name, spread, {**brought, work.phase: each})
+            if plan is not None:
+                yield plan
+
+
 def bring_some(question: Question, best: Answer) -> Answer:
     """`best`, with a part of all groups of one kind, or of those of one card, brought in decode."""
     loads = question.model.loads

@@ -141,7 +141,9 @@ def settle(
     model, work = question.model, question.work
     if model.has_pins:
         spread, brought = _at_home(question, spread, brought)
-    spread = _with_routers(model, spread)
+    nothing = [0.0] * len(model.loads)
+    decode, prefill = ((brought or {}).get(phase, nothing) for phase in PHASES)
+    spread = _with_routers(model, spread, prefill)
     room = ram_room(question.machine, question.state) - model.fixed_ram_nbytes
     dense = experts = 0.0
     reads = False
@@ -163,8 +165,6 @@ def settle(
     dense_kept = min(1.0, room / dense) if dense else 1.0
     room = max(0.0, room - dense)
     experts_kept = min(1.0, room / experts) if experts else 1.0
-    nothing = [0.0] * len(model.loads)
-    decode, prefill = ((brought or {}).get(phase, nothing) for phase in PHASES)
     known: dict[tuple[object, ...], Site] = {}  # layers repeat, and plans with few sites play fast
     sites: list[Site] = []
     for load, vram, over, in_decode, in_prefill in zip(
@@ -173,8 +173,8 @@ def settle(
         if load.stays:
             vram = 0.0
         kept = experts_kept if load.experts else _KEPT.get(load.home, dense_kept)
-        if load.is_undivided or load.is_joined:  # any experts in RAM may come, whatever is chosen
-            in_decode, in_prefill = 0.0, min(in_prefill, kept) if load.comes else 0.0
+        if load.is_undivided or load.is_joined:  # any experts may come, whatever is chosen
+            in_decode, in_prefill = 0.0, in_prefill if load.comes else 0.0
         if model.is_ours and dense_kept < 1.0:
             # What is read is the processor's.
             in_decode, in_prefill = min(in_decode, kept), min(in_prefill, kept)
@@ -192,11 +192,12 @@ def settle(
     return Plan(name, tuple(sites))
 
 
-def _with_routers(model: Model, spread: Spread) -> Spread:
+def _with_routers(model: Model, spread: Spread, prefill: Sequence[float]) -> Spread:
     """The same, with routers on a card only where that saves crossings.
 
     What comes before a router is all on its card then, and so is what comes between it and its
-    experts; of these all, or some of them and all of the next group.
+    experts; of these all, or some of them and all of the next group. Where prompts have all of them
+    brought there, none need live there. prefill: what prompts have brought.
     """
     vram, over = spread.vram, spread.over
     for experts, router in enumerate(model.routers):
@@ -207,12 +208,16 @@ def _with_routers(model: Model, spread: Spread) -> Spread:
         if (
             card is None
             or {before, *between} != {card}
-            or not vram[experts] * over[experts][card]
+            or not over[experts][card] * (vram[experts] or _all_come(model, prefill, experts))
             or card not in (of_experts, after)
         ):
             vram = list(vram) if vram is spread.vram else vram
             vram[router] = 0.0
     return Spread(vram, over)
+
+
+def _all_come(model: Model, prefill: Sequence[float], experts: int) -> bool:
+    return model.loads[experts].comes and prefill[experts] >= 1.0 - NOTHING
 
 
 _KEPT: Mapping[str | None, float] = {"cpu": 1.0, "disk": 0.0}  # of what is pinned, in RAM

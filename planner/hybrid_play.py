@@ -357,9 +357,10 @@ class _Step:
         # A router chooses last: what it chose cannot be on its way before.
         late_s = begin_s if load.experts and self._is_decode else never
         read_s, read_took = never, 0.0
-        if price.read_nbytes:
-            read_took = price.read_nbytes / rates.disk_bytes_per_s
-            read_s = self.disk.arrival_s(price.read_nbytes, read_took, begin_s, late_s)
+        ahead_nbytes = price.read_nbytes - price.asked_nbytes
+        if ahead_nbytes > 0.0:
+            read_took = ahead_nbytes / rates.disk_bytes_per_s
+            read_s = self.disk.arrival_s(ahead_nbytes, read_took, begin_s, late_s)
         arrived_s = [never] * len(price.sides_s)
         if any(price.brought_nbytes):
             for card, nbytes in enumerate(price.brought_nbytes):
@@ -372,6 +373,9 @@ class _Step:
                     )
         else:
             arrived_s[0] = read_s
+        if price.asked_nbytes:
+            took = price.asked_nbytes / rates.disk_bytes_per_s
+            arrived_s[0] = self.disk.arrival_s(price.asked_nbytes, took, begin_s, begin_s)
         return [
             (side, max(self._ready[side] + took, arrived_s[side] + took * LAST_PART))
             for side, took in enumerate(price.sides_s)

@@ -19,6 +19,8 @@ class Price(NamedTuple):
     read_nbytes: float  # off the disk
     more_s: float  # what the longest side takes beyond its mean, expected
     adds_up: int = 0  # the side that adds up what all sides give, where one does
+    # of what is read, what the processor computes of a prompt's experts: once they are chosen
+    asked_nbytes: float = 0.0
 
     @property
     def is_carried(self) -> bool:
@@ -104,12 +106,16 @@ def _price_experts(
         )
     come = load.experts if load.comes else chosen  # some before anybody has chosen
     brought = load.nbytes * come * (1.0 - hits) * part_brought
+    asked = 0.0
+    if load.is_joined and not is_decode:  # links take what RAM has not, as far as they take any
+        asked = load.nbytes * chosen * max(0.0, lost - (1.0 - hits) * part_brought)
     return Price(
         sides_s,
         tuple(brought * part for part in site.over) if rates.cards else (),
         load.nbytes * chosen * max(0.0, lost),
         max(0.0, more_s),
         adds_up,
+        asked,
     )
 
 

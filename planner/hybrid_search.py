@@ -6,7 +6,8 @@ divided between processor and cards, or between cards, so that all end together;
 rest is brought over a link and computed on a card, in each phase its own part; and at last small
 changes, tried one by one. Every candidate is played through and the fastest wins, so a plan is
 never predicted slower than one made by hand, but for what is alike: of plans within a thousandth,
-the one whose links have least to do wins, since what is brought can come later than predicted.
+the one whose lanes have least to do wins, since what is brought can come later than predicted, and
+what is computed beside it, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import numpy.typing as npt
 
 from shadowlane.planner.catalog import GroupKind
 from shadowlane.planner.hybrid import Load, Plan, Site, kv_nbytes
-from shadowlane.planner.hybrid_changes import MECHANISMS, bring, bring_some, refine, shrunk
+from shadowlane.planner.hybrid_changes import (
+    MECHANISMS,
+    bring,
+    bring_some,
+    otherwise_brought,
+    refine,
+    shrunk,
+)
 from shadowlane.planner.hybrid_layouts import (
     Answer,
     Question,
@@ -86,24 +94,22 @@ def search(
     if "refine" in using:
         tries = min(MOST_TRIES, TRIES_OF_LOADS // len(question.model.loads))
         best = refine(question, best, tries, using)
+    if "bring" in using:
+        ways = (plan for plan in otherwise_brought(question, best) if question.fits(plan))
+        tried += [question.answer(plan, best.seconds * (1.0 + 2 * ALIKE)) for plan in ways]
     return _calmest(best, tried)
 
 
 def _calmest(best: Answer, others: Sequence[Answer]) -> Answer:
-    """Of what is as fast as `best`, the one whose links have least to do; of several the first."""
+    """Of what is as fast as `best`, the one whose lanes have least to do; of several the first."""
     alike = [other for other in others if other.seconds <= best.seconds * (1.0 + ALIKE)]
-    return min([*alike, best], key=_links_s)
+    return min([*alike, best], key=_busy_s)
 
 
-def _links_s(answer: Answer) -> float:
-    """Seconds in which links bring something, in a step of each kind together."""
-    return sum(
-        seconds
-        for times in (answer.times, answer.prompt_times)
-        if times is not None
-        for lane, seconds in times.busy_s.items()
-        if lane.startswith("h2d:")
-    )
+def _busy_s(answer: Answer) -> float:
+    """Seconds of all lanes, in a step of each kind together."""
+    both = (answer.times, answer.prompt_times)
+    return sum(sum(times.busy_s.values()) for times in both if times is not None)
 
 
 def _starts(question: Question, using: Collection[str]) -> Iterator[Plan | None]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
+from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.profile import Phase
 
@@ -107,8 +108,8 @@ class CardPart:
     lane: str  # "gpu:0"
     resident: tuple[int, ...]  # blocks that live there, by rising index
     decode_sweep: tuple[int, ...]  # blocks that come over its link in each decode step
-    # ... in each step with rows of a prompt; here routed experts come, too, out of their slots of
-    # RAM, counted behind all blocks (`Catalog.expert_number`)
+    # ... in each step with rows of a prompt; here routed experts come, too, counted behind all
+    # blocks (`Catalog.expert_number`): out of their slots of RAM, or as the disk reads them
     prefill_sweep: tuple[int, ...]
     num_slots: int  # of the ring that they come into; 0 where nothing comes
     slot_nbytes: int
@@ -211,6 +212,9 @@ class Placement:
     beside_subchunks: int = 1  # ... where tokens of other sequences wait for the step
     cards: tuple[CardPart, ...] = ()
     prefill_shares: Mapping[str, tuple[Share, ...]] | None = None  # None: those of decode
+    # routed experts that cards are brought and that have no slot in RAM: in each step with rows of
+    # a prompt they stream, counted behind all blocks, in the order in which links take them
+    prefill_sweep: tuple[int, ...] = ()
 
     @property
     def total_nbytes(self) -> int:
@@ -231,6 +235,16 @@ class Placement:
             if phase == "decode" or self.prefill_shares is None
             else (self.prefill_shares)
         )
+
+    def experts_out_of_ram(self, catalog: Catalog) -> set[int]:
+        """The routed experts, by their numbers, that keep slots in RAM to be brought to cards."""
+        come = {n for card in self.cards for n in card.prefill_sweep if catalog.is_expert(n)}
+        return come.difference(self.prefill_sweep)
+
+    def disk_stream(self, phase: Phase) -> Stream:
+        """What the disk reads in a step: for processors, or for links to bring."""
+        sweep = self.sweep if phase == "decode" else self.sweep + self.prefill_sweep
+        return Stream(DISK_LANE, sweep, self.num_slots)
 
     def stream_of(self, lane: str, phase: Phase) -> Stream:
         """What comes to a compute lane in a step: over its card's link, or off the disk."""

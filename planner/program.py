@@ -44,11 +44,12 @@ class ComputeInstruction:
 @dataclass(frozen=True, slots=True)
 class Read:
     """A block goes to slot (reads since the sweep began) modulo num_slots: off the disk, or, on a
-    link's lane, out of RAM."""
+    link's lane, out of RAM, where the disk may have to have read it first."""
 
     block: int  # index into Catalog.blocks; behind them, a routed expert
     ordinal: int  # its place in the sweep
     consumers: tuple[Wait, ...]  # when all have passed, the slot of this read may be overwritten
+    waits: tuple[Wait, ...] = ()  # on a link's lane: for the disk, where RAM has it in no slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +209,9 @@ def build_programs(
     shares = placement.shares_of(phase)
     streams = {each.name: placement.stream_of(each.name, phase) for each in placement.lanes}
     instructions: dict[str, list[ComputeInstruction]] = {lane.name: [] for lane in placement.lanes}
-    sweeps = {DISK_LANE: placement.sweep}
-    sweeps |= {card.link: card.stream(phase).sweep for card in placement.cards}
+    sweeps = {card.link: card.stream(phase).sweep for card in placement.cards}
+    passed_on = _passed_on(placement.disk_stream(phase), sweeps)
+    sweeps[DISK_LANE] = placement.disk_stream(phase).sweep
     consumers: dict[str, list[dict[str, int]]] = {
         lane: [{} for _ in sweep] for lane, sweep in sweeps.items()
     }
@@ -244,17 +246,36 @@ def build_programs(
                 consumers[brings][ordinal][piece.lane] = len(program)
     _join_experts(catalog, instructions)
     programs = {lane: Program(lane, tuple(each)) for lane, each in instructions.items()}
+    for link, ordinals in passed_on.items():
+        for ordinal, place in ordinals.items():
+            consumers[DISK_LANE][place][link] = ordinal + 1
     for lane, sweep in sweeps.items():
         programs[lane] = Program(
             lane,
             tuple(
                 Read(
-                    block, ordinal, tuple(Wait(*each) for each in consumers[lane][ordinal].items())
+                    block,
+                    ordinal,
+                    tuple(Wait(*each) for each in consumers[lane][ordinal].items()),
+                    _behind_disk(passed_on.get(lane, {}), ordinal),
                 )
                 for ordinal, block in enumerate(sweep)
             ),
         )
     return programs
+
+
+def _passed_on(disk: Stream, sweeps: Mapping[str, Sequence[int]]) -> dict[str, dict[int, int]]:
+    """By link, which of its ordinals are what the disk has read, at which place of its sweep."""
+    places = {number: place for place, number in enumerate(disk.sweep)}
+    return {
+        link: {at: places[number] for at, number in enumerate(sweep) if number in places}
+        for link, sweep in sweeps.items()
+    }
+
+
+def _behind_disk(places: Mapping[int, int], ordinal: int) -> tuple[Wait, ...]:
+    return (Wait(DISK_LANE, places[ordinal] + 1),) if ordinal in places else ()
 
 
 def _join_experts(catalog: Catalog, instructions: Mapping[str, list[ComputeInstruction]]) -> None:

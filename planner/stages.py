@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from shadowlane.planner.brought_experts import disk_order
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.placement import CardPart, Placement, Share, expert_shares, whole_pages
 from shadowlane.planner.profile import Phase
@@ -85,8 +86,8 @@ def with_experts(
 ) -> Placement:
     """Other experts on the cards, as many of each layer: [card][layer].
 
-    Those that leave are brought for prompts in place of those that come, as far as they can have
-    slots in RAM beside these.
+    Those that leave are brought for prompts in place of those that come: off the disk, or as far as
+    they can have slots in RAM beside these.
     """
     assert catalog.experts is not None, "only mixtures have routed experts"
     come: list[list[int]] = [[] for _ in catalog.sparse_groups]  # by layer, over all cards
@@ -95,17 +96,25 @@ def with_experts(
         for layer, of_layer in enumerate(experts):
             come[layer] += of_layer
             leave[layer] += part.experts_of(layer)
-    brought = {n for part in placement.cards for n in part.prefill_sweep if catalog.is_expert(n)}
-    more = most_more_kept(catalog.experts, placement.expert_slots, len(brought))
+    kept, read = placement.experts_out_of_ram(catalog), set(placement.prefill_sweep)
+    more = most_more_kept(catalog.experts, placement.expert_slots, len(kept))
     instead: dict[int, int | None] = {}  # numbers
     for layer, (after, before) in enumerate(zip(come, leave, strict=True)):
         new = [expert for expert in after if expert not in before]
         old = [expert for expert in before if expert not in after]
         for one, other in zip(new, old, strict=True):
             number = catalog.expert_number(layer, one)
-            if number in brought:
-                instead[number] = catalog.expert_number(layer, other) if more > 0 else None
+            if number not in kept | read:
+                continue
+            its = catalog.expert_number(layer, other)
+            if number in kept and more > 0:
                 more -= 1
+            elif placement.num_slots:
+                read.add(its)
+            else:
+                instead[number] = None
+                continue
+            instead[number] = its
     parts = tuple(
         replace(
             part,
@@ -124,7 +133,12 @@ def with_experts(
         for group in catalog.sparse_groups:
             adds_up = shares[group.name][-1].lane
             shares[group.name] = _shares_of_experts(catalog, parts, "prefill", adds_up, group)
-    return replace(placement, cards=parts, prefill_shares=shares)
+    return replace(
+        placement,
+        cards=parts,
+        prefill_shares=shares,
+        prefill_sweep=disk_order(catalog, [part.prefill_sweep for part in parts], read),
+    )
 
 
 def _experts_in_common(one: CardPart, other: CardPart) -> tuple[tuple[int, ...], ...]:

@@ -46,7 +46,7 @@ def validate(
     first_counter: int = COUNTER_MASK - 5,
 ) -> None:
     """Raises InconsistentPrograms; counters start at `first_counter`, by default near the wrap."""
-    streams = {DISK_LANE: Stream(DISK_LANE, placement.sweep, placement.num_slots)}
+    streams = {DISK_LANE: placement.disk_stream(phase)}
     streams |= {card.link: card.stream(phase) for card in placement.cards}
     expected = {lane.name for lane in placement.lanes} | set(streams)
     if set(programs) != expected:
@@ -145,6 +145,16 @@ def _check_brought_experts(catalog: Catalog, placement: Placement) -> None:
         if any(catalog.is_expert(number) for number in card.decode_sweep):
             raise InconsistentPrograms(f"{card.link} brings experts before a router has chosen")
     brought = [n for card in placement.cards for n in card.prefill_sweep if catalog.is_expert(n)]
+    read = placement.prefill_sweep
+    if len(set(read)) < len(read) or not set(read) <= set(brought):
+        raise InconsistentPrograms(
+            f"the disk must read different experts, of those that links bring; got {sorted(read)}"
+        )
+    if read and (placement.sweep or placement.slot_nbytes < experts.slot_nbytes):
+        raise InconsistentPrograms(
+            f"experts of {experts.slot_nbytes} bytes are read through slots of "
+            f"{placement.slot_nbytes}, beside {len(placement.sweep)} blocks"
+        )
     on_cards = {
         catalog.expert_number(layer, expert)
         for card in placement.cards
@@ -157,10 +167,11 @@ def _check_brought_experts(catalog: Catalog, placement: Placement) -> None:
             f"{sorted(brought)} beside {sorted(on_cards)}"
         )
     room = most_kept(experts, placement.expert_slots)
-    if len(brought) > room:
+    kept = len(brought) - len(read)
+    if kept > room:
         raise InconsistentPrograms(
-            f"{len(brought)} experts are brought out of their slots in RAM; there is room for "
-            f"{room} that stay"
+            f"{kept} experts are brought out of their slots in RAM; there is room for {room} that "
+            "stay"
         )
 
 
@@ -205,6 +216,8 @@ def _check_waits(programs: Mapping[str, Program], streams: Collection[str]) -> N
                 if isinstance(instruction, Read)
                 else (*instruction.waits, *instruction.joins)
             )
+            if isinstance(instruction, Read):
+                waits = (*waits, *instruction.waits)
             for wait in waits:
                 length = len(programs[wait.lane].instructions) if wait.lane in programs else 0
                 if not 1 <= wait.rel <= length:
@@ -335,6 +348,8 @@ def _check_reads(
     used_until: dict[int, dict[str, int]] = {each.block: {} for each in brought}
     groups = {group.name: group for group in catalog.groups}
     sparse = [group.name for group in catalog.sparse_groups]
+    if stream.lane == DISK_LANE:
+        _check_passed_on(placement, programs, used_until, phase)
     for name, program in programs.items():
         if placement.stream_of(name, phase).lane != stream.lane:
             continue
@@ -358,6 +373,25 @@ def _check_reads(
                 f"{read}: its slot would be freed at the wrong time; used until "
                 f"{used_until[read.block]}"
             )
+
+
+def _check_passed_on(
+    placement: Placement,
+    programs: Mapping[str, Program],
+    used_until: Mapping[int, dict[str, int]],
+    phase: Phase,
+) -> None:
+    """Links take what the disk has read for them once it is there. used_until: filled in."""
+    sweep = placement.disk_stream(phase).sweep
+    places = {number: place for place, number in enumerate(sweep)}
+    for card in placement.cards:
+        for ordinal, read in enumerate(reads(programs[card.link])):
+            place = places.get(read.block)
+            expected = () if place is None else (Wait(DISK_LANE, place + 1),)
+            if read.waits != expected:
+                raise InconsistentPrograms(f"{card.link}: {read} must wait for {expected}")
+            if place is not None:
+                used_until[read.block][card.link] = ordinal + 1
 
 
 def _run_counters(
@@ -402,6 +436,8 @@ def _run_counters(
         if name != DISK_LANE and not is_filled(step):
             return False
         if isinstance(instruction, Read):
+            if not all(is_passed(wait, step) for wait in instruction.waits):
+                return False
             overwritten = retired[name] - slots[name]
             if overwritten < 0:
                 return True

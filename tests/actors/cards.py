@@ -78,6 +78,7 @@ def over_cards(
     *,
     embeds: bool = False,
     brings: bool = False,
+    reads: bool = False,
     routes: bool = False,
     sums: bool = False,
     streams: bool = False,
@@ -86,7 +87,8 @@ def over_cards(
 
     A part may live on a card, come over its link (in decode, in prefill, or in both), or stay.
     Of experts, any may live on cards. embeds: the table of embeddings is the first card's.
-    brings: any of the other experts are brought in prefill, as many as RAM has slots for.
+    brings: any of the other experts are brought in prefill, as many as RAM has slots for; reads:
+    more of them, which the disk reads for links.
     routes: any lane may choose the experts of a layer, and any may add up what they give; sums:
     any may add up. streams: any of what lives on no card may be only on disk.
     """
@@ -100,9 +102,10 @@ def over_cards(
     shares: dict[str, dict[str, tuple[Share, ...]]] = {"decode": {}, "prefill": {}}
     leaves = set()  # RAM
     experts = [draw_experts(catalog, random, cards) for _ in catalog.sparse_groups]
-    come = (
-        draw_brought(catalog, random, experts, whole) if brings else [((),) * cards] * len(experts)
-    )
+    come: list[tuple[tuple[int, ...], ...]] = [((),) * cards] * len(experts)
+    read: tuple[int, ...] = ()
+    if brings:
+        come, read = draw_brought(catalog, random, experts, whole, reads)
     for group in catalog.groups:
         if group.kind == "experts":
             of_layer = experts[catalog.sparse_groups.index(group)]
@@ -188,7 +191,6 @@ def over_cards(
         )
         for number, name in enumerate(names)
     )
-    sweep: tuple[int, ...] = ()
     if streams:
         here = {index for held in resident.values() for index in held}
         here |= {
@@ -199,12 +201,15 @@ def over_cards(
         part = random.choice((0.1, 0.5, 1.0))
         sweep = tuple(index for index in others if random.random() < part)
         leaves |= set(sweep)
+        whole = replace(
+            whole, num_slots=MIN_SLOTS, slots_nbytes=MIN_SLOTS * catalog.slot_nbytes, sweep=sweep
+        )
     kept = tuple(is_kept and index not in leaves for index, is_kept in enumerate(whole.resident))
+    if reads:
+        ring = {"num_slots": MIN_SLOTS, "slot_nbytes": slot_nbytes}
+        whole = replace(whole, slots_nbytes=MIN_SLOTS * slot_nbytes, prefill_sweep=read, **ring)
     return replace(
         whole,
-        sweep=sweep,
-        num_slots=MIN_SLOTS if sweep else 0,
-        slots_nbytes=MIN_SLOTS * catalog.slot_nbytes if sweep else 0,
         strategy=f"at random, seed {seed}",
         weights_nbytes=2 * room,
         lanes=(*(each for each in whole.lanes if each.name == "cpu:0"), *specs(names)),
@@ -246,23 +251,31 @@ def draw_brought(
     random: Random,
     experts: Sequence[tuple[tuple[int, ...], ...]],
     whole: Placement,
-) -> list[tuple[tuple[int, ...], ...]]:
-    """By layer and card, those that are brought: some or all that live on no card, in any order."""
+    reads: bool,
+) -> tuple[list[tuple[tuple[int, ...], ...]], tuple[int, ...]]:
+    """By layer and card, those that are brought: some or all that live on no card, in any order.
+
+    And those that the disk reads for that, by their numbers; none unless it `reads`.
+    """
     assert catalog.experts is not None
     room = most_kept(catalog.experts, whole.expert_slots)
     found: list[tuple[tuple[int, ...], ...]] = []
-    for of_layer in experts:
+    read: list[int] = []
+    for layer, of_layer in enumerate(experts):
         part = random.choice((0.0, 0.5, 1.0))
         on_cards = {expert for held in of_layer for expert in held}
         free = [each for each in range(catalog.experts.per_layer) if each not in on_cards]
         random.shuffle(free)
         come: list[list[int]] = [[] for _ in of_layer]
         for expert in free:
-            if room > 0 and random.random() < part:
+            if (room > 0 or reads) and random.random() < part:
                 random.choice(come).append(expert)
-                room -= 1
+                if reads and (room == 0 or random.random() < 0.5):
+                    read.append(catalog.expert_number(layer, expert))
+                else:
+                    room -= 1
         found.append(tuple(map(tuple, come)))
-    return found
+    return found, tuple(read)
 
 
 def specs(names: Sequence[str]) -> tuple[LaneSpec, ...]:
@@ -276,6 +289,7 @@ def drawn(
     *,
     embeds: bool = False,
     brings: bool = False,
+    reads: bool = False,
     routes: bool = False,
     sums: bool = False,
     streams: bool = False,
@@ -292,8 +306,8 @@ def drawn(
             assert catalog.experts is not None
             nbytes = slots * catalog.experts.slot_nbytes
             whole = replace(whole, expert_slots=slots, experts_nbytes=nbytes)
-        drawing = {"embeds": embeds, "brings": brings, "routes": routes, "sums": sums}
-        drawing["streams"] = streams
+        drawing = {"embeds": embeds, "brings": brings or reads, "reads": reads}
+        drawing |= {"routes": routes, "sums": sums, "streams": streams}
         placement = over_cards(catalog, whole, seed, cards, **drawing)
         validate_phases(catalog, placement)
         return placement

@@ -16,6 +16,7 @@ from test_experts_run import MANY, read_nbytes
 from tiny import tiny_tokens
 
 from shadowlane.actors import disk_lane as disk
+from shadowlane.actors import engine as engines
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.lowering import lower, make_geometry
 from shadowlane.actors.scratch import route_layout
@@ -23,7 +24,9 @@ from shadowlane.actors.spec import CardSettings, Emulated
 from shadowlane.actors.transfer_lane import MOVED_NBYTES
 from shadowlane.ops import emulated as law
 from shadowlane.ops import table as t
-from shadowlane.planner.placement import CardPart, Placement
+from shadowlane.planner.brought_experts import disk_order
+from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.placement import CardPart, Placement, Request, Share
 from shadowlane.planner.program import build_programs
 from shadowlane.planner.routing import synthesize
 from shadowlane.planner.routing_files import read_trace, write_trace
@@ -44,6 +47,7 @@ def on_cards(
     cores: Sequence[Sequence[int]] = ONE_THREAD,
     *,
     brings: bool = False,
+    reads: bool = False,
     routes: bool = True,
 ) -> dict[str, Any]:
     """Settings of an engine over so many cards, with everything shared out at random.
@@ -53,7 +57,7 @@ def on_cards(
     return {
         "ram": AMPLE,
         "cores": cores,
-        "first": drawn(seed, cards, slots, brings=brings, routes=routes),
+        "first": drawn(seed, cards, slots, brings=brings, reads=reads, routes=routes),
         "cards": (CardSettings(1 << 30),) * cards,
         "emulated": Emulated(machine_with(cards), seed=seed),
     }
@@ -109,6 +113,126 @@ def test_experts_that_are_brought_for_prompts_give_the_same_tokens(
             if now.placement.expert_slots == experts.total:
                 assert read_nbytes(engine) == 0
     assert num_brought > 0
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_are_read_to_be_brought_give_the_same_tokens(
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str, cards: int
+) -> None:
+    """Off the disk through a ring in RAM that is smaller than a layer's experts, chunk by chunk."""
+    model = model_of_family(tiny_model, tmp_path, family)
+    experts = cut(model, OPTIONS, ONE_THREAD).catalog.experts
+    assert experts is not None
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(PROMPT, 20)
+        logits = engine.logits(PROMPT)
+    few = experts.top_k + SPARE_EXPERTS
+    num_read = 0
+    for seed, slots in enumerate((few, few + 2, (few + experts.total) // 2)):
+        settings = on_cards(seed, cards, slots, reads=True)
+        with running(model, options=OPTIONS, **settings) as engine:
+            now = engine.engine
+            in_a_step = len(now.placement.prefill_sweep)
+            num_read += in_a_step
+            assert engine.generate(PROMPT, 20) == expected
+            assert engine.generate(PROMPT, 20) == expected
+            assert np.array_equal(engine.logits(PROMPT), logits)
+            swept = int(now.gauges.disk_statistics()[disk.SWEEP_NBYTES])
+            assert bool(swept) == bool(in_a_step)
+    assert num_read > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_reading_others_while_tokens_are_made_changes_none(
+    tiny_model: Callable[..., Path], seed: int
+) -> None:
+    """Plans change in the middle of prompts and of answers; requests share steps."""
+    model = tiny_model(MANY)
+    options = replace(OPTIONS, max_batch=3)
+    prompts = [tiny_tokens(20 + 17 * number)[number:] for number in range(3)]
+    with running(model, options=options, cores=ONE_THREAD) as engine:
+        alone = [engine.generate(prompt, 12) for prompt in prompts]
+    with running(model, options=options, **on_cards(seed, 2, 9, reads=True)) as engine:
+        planner, now = engine.planner, engine.engine
+        assert planner is not None
+        num_read = len(now.placement.prefill_sweep)
+        for turn in range(1, 5):  # what keeps its slots must have had them
+            again = drawn(10 * seed + turn, 2, 9, reads=True)(now.blueprint.catalog, now.request)
+            come = set(again.prefill_sweep) | again.experts_out_of_ram(now.blueprint.catalog)
+            again = replace(
+                again,
+                placement_id=turn,
+                prefill_sweep=disk_order(
+                    now.blueprint.catalog, [part.prefill_sweep for part in again.cards], come
+                ),
+            )
+            planner.script.append((3 * turn, again))
+        for _ in range(50):
+            together = [engine.submit(prompt, 12) for prompt in prompts]
+            assert [collect(sequence) for sequence in together] == alone
+            if len(planner.announced) == 5:
+                break
+            num_read += len(now.placement.prefill_sweep)
+        assert [placement for placement, _ in planner.announced] == [0, 1, 2, 3, 4]
+        assert [engine.generate(prompt, 12) for prompt in prompts] == alone
+        assert num_read > 0
+
+
+def reading_all(catalog: Catalog, request: Request) -> Placement:
+    """The card is brought all experts for prompts, and does nothing else."""
+    placement = drawn(2, 1, 6, reads=True)(catalog, request)
+    (part,), experts = placement.cards, catalog.experts
+    assert experts is not None
+    come = tuple(
+        catalog.expert_number(layer, expert)
+        for layer in range(experts.num_layers)
+        for expert in range(experts.per_layer)
+    )
+    part = replace(part, resident=(), experts=(), decode_sweep=(), prefill_sweep=come, kv_nbytes=0)
+    alone = {group.name: (Share("cpu:0", 0, group.units),) for group in catalog.groups}
+    units = experts.per_layer
+    shared = Share("gpu:0", 0, units), Share("cpu:0", units, units + 1)
+    return replace(
+        placement,
+        resident=(True,) * len(placement.resident),
+        cards=(part,),
+        prefill_sweep=come,
+        shares=alone,
+        prefill_shares={**alone, **{group.name: shared for group in catalog.sparse_groups}},
+    )
+
+
+def test_a_prompt_that_is_cancelled_leaves_nobody_waiting(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cards are through before links, which are somewhere in what the disk reads."""
+    model = tiny_model(MANY, num_experts=32)
+    prompt = tiny_tokens(40)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(prompt, 8)
+    monkeypatch.setattr(engines, "CHECK_NS", 1)
+    slow = replace(machine_with(1), disk_bytes_per_s=1e7)
+    settings = {**on_cards(2, 1, 6), "first": reading_all, "emulated": Emulated(slow, slowed=1.0)}
+    with running(model, options=OPTIONS, **settings) as engine:
+        void: list[int] = []
+        make_void = engine.engine._records.make_void
+
+        def noted(step: int) -> None:
+            void.append(step)
+            make_void(step)
+
+        monkeypatch.setattr(engine.engine._records, "make_void", noted)
+        for _ in range(20):
+            sequence = engine.submit(prompt, 8)
+            while not sequence.timing.started:
+                pass
+            engine.engine.cancel(sequence)
+            collect(sequence)
+            assert engine.generate(prompt, 8) == expected
+            if len(void) == 3:
+                break
+        assert len(void) == 3
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -70,21 +70,25 @@ def test_death_fails_the_running_and_spares_the_next(
         assert remote(engine, lane).is_dead is False  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("slots", [None, 9])
+@pytest.mark.parametrize(("slots", "reads"), [(None, False), (9, False), (9, True)])
 def test_deaths_while_experts_move(
-    tiny_model: Callable[..., Path], slots: int | None, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., Path],
+    slots: int | None,
+    reads: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is held in RAM, or was to be copied there, is nobody's any more: slots are not lost."""
+    """What is held in RAM, or was to be copied there, is nobody's any more: slots are not lost.
+    Nor is what the disk reads for links."""
     mixture = tiny_model(MANY)
     with running(mixture, cores=ONE_THREAD, options=OPTIONS) as engine:
         tokens = engine.generate(PROMPT, max_tokens=24)
     monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
     draw = random.Random(3)
-    with running(mixture, options=OPTIONS, **on_cards(1, CARDS, slots)) as engine:
+    with running(mixture, options=OPTIONS, **on_cards(1, CARDS, slots, reads=reads)) as engine:
         planner, now = engine.planner, engine.engine
         assert planner is not None
         for turn in range(1, 8):
-            again = drawn(1 + turn, CARDS, slots)(now.blueprint.catalog, now.request)
+            again = drawn(1 + turn, CARDS, slots, reads=reads)(now.blueprint.catalog, now.request)
             planner.script.append((12 * turn, replace(again, placement_id=turn)))
         for _ in range(8):
             request = engine.submit(PROMPT, max_tokens=30)

@@ -108,6 +108,34 @@ def test_experts_that_are_brought_for_prompts_give_the_same_tokens(
 
 @pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_are_read_to_be_brought_give_the_same_tokens(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+    cards: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Out of a ring in RAM, which is pinned, or passes through staging."""
+    model = model_of_family(tiny_model, tmp_path, family)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        tokens, logits = engine.generate(PROMPT, 8), engine.logits(PROMPT)
+    tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE
+    num_read = 0
+    for seed, limits in ((0, {}), (4, {"pin_limit": 48 << 20})):
+        first = drawn(seed, cards, few_slots(model) + 2, reads=True)
+        with fake_cards(monkeypatch, cards, **limits), on_cards(model, first, cards) as engine:
+            assert (lane_of(engine).access.staging is None) == (not limits)
+            num_read += len(engine.engine.placement.prefill_sweep)
+            for _ in range(2):
+                assert engine.generate(PROMPT, 8) == tokens or family == "published"
+            assert np.abs(engine.logits(PROMPT) - logits).max() <= tolerance
+            swept = int(engine.engine.gauges.disk_statistics()[disk.SWEEP_NBYTES])
+            assert bool(swept) == bool(engine.engine.placement.prefill_sweep)
+    assert num_read
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_any_card_may_add_up_what_experts_give(
     tiny_model: Callable[..., Path],
     tmp_path: Path,

@@ -31,15 +31,20 @@ WORK = Work(context=64, max_context=64)
 PROMPTS = Prompts(Work("prefill", rows=64, context=64, max_context=64), 0.1)
 QUESTION = Question(MODEL, MACHINE, WORK, prompts=PROMPTS)
 AMPLE = 10**9
+LEAN = 2 * 10**6  # no room for four experts of 98 kB beside as many as are asked for
 
 
 def placed(
-    site: Site, cards: int = 1, slots: int | None = None, question: Question = QUESTION
+    site: Site,
+    cards: int = 1,
+    slots: int | None = None,
+    question: Question = QUESTION,
+    ram: int = AMPLE,
 ) -> Placement:
     lanes = (LaneSpec("cpu:0", 4), *(LaneSpec(f"gpu:{card}", 1) for card in range(cards)))
     question = replace(question, machine=replace(MACHINE, cards=(CARD,) * cards))
     plan = Plan("", (site,) * len(MODEL.loads))
-    request = Request(ram=AMPLE, lanes=lanes)
+    request = Request(ram=ram, lanes=lanes)
     placement = place_on_cards(CATALOG, plan, request, question, expert_slots=slots)
     for phase in ("decode", "prefill"):
         validate(CATALOG, placement, build_programs(CATALOG, placement, phase), phase)
@@ -114,12 +119,64 @@ def test_a_plan_that_is_made_exact_again_is_the_same(vram: float, part: float, c
 
 @pytest.mark.parametrize("slots", [4, 6, 9, 16])
 def test_so_many_keep_their_slots_that_the_others_can_be_read(slots: int) -> None:
-    placement = placed(Site(0.0, 1.0, brought_prefill=1.0), slots=slots)
-    layers = list(map(len, brought(placement)[0]))
+    """Where RAM has no room for a ring, no more come; where it has, the disk reads the others."""
     most = most_kept(EXPERTS, slots)
     assert most == (16 if slots == 16 else slots - 4)
+    lean = placed(Site(0.0, 1.0, brought_prefill=1.0), slots=slots, ram=LEAN)
+    assert lean.num_slots == 0
+    layers = list(map(len, brought(lean)[0]))
     assert most - 1 <= sum(layers) <= most
     assert max(layers) - min(layers) <= 1
+    ample = placed(Site(0.0, 1.0, brought_prefill=1.0), slots=slots)
+    assert list(map(len, brought(ample)[0])) == [8, 8]
+    kept = ample.experts_out_of_ram(CATALOG)
+    assert most - 1 <= len(kept) <= most
+    assert len(ample.prefill_sweep) == 16 - len(kept)
+    assert bool(ample.num_slots) == (slots < 16)
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("part", [0.25, 0.5, 0.75, 1.0])
+def test_the_disk_reads_the_coldest_for_links_in_their_order(part: float, cards: int) -> None:
+    """What is left to the processor is what RAM has room for, beside those that are brought."""
+    over = (1.0,) if cards == 1 else (0.5, 0.5)
+    placement = placed(Site(0.0, 1.0, brought_prefill=part, over=over), cards, slots=12)
+    come = [{n for of_card in brought(placement) for n in of_card[layer]} for layer in range(2)]
+    read = CATALOG.experts_in(placement.prefill_sweep)
+    kept = [layer - set(cold) for layer, cold in zip(come, read, strict=True)]
+    for hot, cold, of_layer in zip(kept, read, come, strict=True):
+        assert len(of_layer) == 8 * part
+        assert len(cold) == min(8 * part, 4)  # the others' slots: 4 of each layer
+        assert sorted(cold) == list(range(8 - len(cold), 8))
+        assert hot == set(range(len(hot)))
+    for card in placement.cards:
+        its = [n for n in card.prefill_sweep if n in placement.prefill_sweep]
+        assert its == [n for n in placement.prefill_sweep if n in card.prefill_sweep]
+    exact = plan_of(CATALOG, placement, MODEL)
+    question = replace(QUESTION, machine=replace(MACHINE, cards=(CARD,) * cards))
+    request = Request(ram=AMPLE, lanes=placement.lanes)
+    again = place_on_cards(CATALOG, exact, request, question, expert_slots=12)
+    assert again.cards == placement.cards
+    assert again.prefill_sweep == placement.prefill_sweep
+
+
+def test_a_link_waits_for_the_disk_which_waits_for_it() -> None:
+    placement = placed(Site(0.0, 1.0, brought_prefill=1.0), slots=9)
+    placement = replace(
+        placement, num_slots=4, slots_nbytes=4 * placement.slot_nbytes
+    )  # fewer than a layer needs
+    programs = build_programs(CATALOG, placement, "prefill")
+    validate(CATALOG, placement, programs, "prefill")
+    (card,) = placement.cards
+    for place, number in enumerate(placement.prefill_sweep):
+        ordinal = card.prefill_sweep.index(number)
+        assert programs["disk:0"].instructions[place] == Read(
+            number, place, (Wait("h2d:0", ordinal + 1),)
+        )
+        read = programs["h2d:0"].instructions[ordinal]
+        assert isinstance(read, Read)
+        assert read.waits == (Wait("disk:0", place + 1),)
+    assert not build_programs(CATALOG, placement)["disk:0"].instructions
 
 
 def refused(placement: Placement, phase: str = "prefill") -> str:
@@ -165,19 +222,18 @@ def test_experts_that_are_exchanged_are_brought_in_place_of_those_that_come_to_s
         validate(CATALOG, stage, build_programs(CATALOG, stage, phase), phase)
 
 
-def numbers(placement: Placement) -> set[int]:
-    return {n for card in placement.cards for n in card.prefill_sweep if CATALOG.is_expert(n)}
-
-
+@pytest.mark.parametrize("ram", [LEAN, AMPLE])
 @pytest.mark.parametrize("slots", [8, 9, 12])
-def test_what_the_next_plan_brings_has_slots_beside_what_this_one_brings(slots: int) -> None:
+def test_what_the_next_plan_brings_has_slots_beside_what_this_one_brings(
+    slots: int, ram: int
+) -> None:
     """Else it would be refused: other experts leave cards, or fewer live there."""
-    placement = placed(Site(0.25, 0.75, brought_prefill=1.0), slots=slots)
+    placement = placed(Site(0.25, 0.75, brought_prefill=1.0), slots=slots, ram=ram)
     (card,) = placement.cards
     most = most_kept(EXPERTS, slots)
     exchanged = with_experts(CATALOG, placement, [((2, 3), (2, 3))])
     plan = Plan("", (Site(0.0, 1.0, brought_prefill=1.0),) * len(MODEL.loads))
-    request = Request(ram=AMPLE, lanes=placement.lanes)
+    request = Request(ram=ram, lanes=placement.lanes)
     none_left = place_on_cards(
         CATALOG, plan, request, QUESTION, expert_slots=slots, before=placement
     )
@@ -186,12 +242,41 @@ def test_what_the_next_plan_brings_has_slots_beside_what_this_one_brings(slots: 
         for layer, of_layer in enumerate(card.experts)
         for expert in of_layer
     }
+    kept = placement.experts_out_of_ram(CATALOG)
     for after in (exchanged, none_left):
         for phase in ("decode", "prefill"):
             validate(CATALOG, after, build_programs(CATALOG, after, phase), phase)
-        assert numbers(after) <= numbers(placement) | on_cards
-        assert len(numbers(after) | numbers(placement)) <= most
-        assert len(numbers(after)) >= len(numbers(placement)) - 4
+        of_it = after.experts_out_of_ram(CATALOG)
+        assert of_it <= kept | on_cards
+        assert len(of_it | kept) <= most
+        assert len(of_it) >= len(kept) - 4
+        assert after.num_slots == placement.num_slots
+        if placement.num_slots:
+            assert len(of_it) + len(after.prefill_sweep) == 16 - after.experts_on_cards
+
+
+def test_prompts_wait_for_routers_only_where_the_processor_lacks_experts() -> None:
+    """What links bring is read ahead, and what has a slot in RAM is nobody's read."""
+    catalog = mixture_catalog(
+        layers=4, num_experts=16, top_k=4, expert_inner=512, hidden=1024, inner=512, vocab=1024
+    )
+    model = model_of(catalog, "synthetic", is_ours=True, brings_experts=True)
+    slow = replace(MACHINE, disk_bytes_per_s=1e9, cpu_flops=1e14)
+    prompt = Work("prefill", rows=512, context=512, max_context=512)
+    question = Question(model, slow, prompt)
+
+    def seconds(part: float) -> tuple[float, float]:
+        sites = tuple(
+            Site(0.0, 0.5, brought_prefill=part) if load.experts else Site(0.0, 1.0)
+            for load in model.loads
+        )
+        times = question.times(Plan("", sites))
+        return times.step_s, times.busy_s["disk:0"]
+
+    (late_s, read_s), (ahead_s, as_much_s) = seconds(0.0), seconds(0.5)
+    assert read_s == pytest.approx(as_much_s)
+    assert ahead_s == pytest.approx(read_s, rel=0.01)
+    assert late_s > 1.02 * read_s
 
 
 def test_without_such_lanes_nothing_is_brought() -> None:

@@ -81,6 +81,20 @@ def test_a_router_that_would_save_nothing_is_the_processors(
     assert routers(asked(), **kinds) == {0}
 
 
+@pytest.mark.parametrize(("part", "side"), [(0.0, 0), (0.9, 0), (1.0, 1)])
+def test_a_router_is_on_the_card_where_prompts_have_all_experts_brought(
+    part: float, side: int
+) -> None:
+    """However none of them lives there."""
+    model = model_of(CATALOG, "mixture", is_ours=True, cards_route=True, brings_experts=True)
+    question = replace(asked(), model=model)
+    brought = {"prefill": [part] * len(model.loads)}
+    plan = settle(question, "", spread_with(model, experts=(0.0, FIRST)), brought)
+    assert plan is not None
+    found = {chooser(model, plan.sites, n) for n, load in enumerate(model.loads) if load.experts}
+    assert found == {side}
+
+
 @pytest.mark.parametrize(
     ("kinds", "side"),
     [
