@@ -290,8 +290,7 @@ def plan_layout(
     largest = max((whole_pages(nbytes) for nbytes in blueprint.held_nbytes), default=0)
     landing_nbytes = max(LANDING_NBYTES, largest) if are_here else 0
     landing = take(landing_nbytes)
-    first_copied = weights if blueprint.experts is None else ring  # experts may be read there
-    pinned_weights = (first_copied, cursor - first_copied)
+    pinned_weights = (ring, cursor - ring)
     cards = tuple(
         _own_memory(card, spare_nbytes(blueprint))
         if are_here

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from shadowlane.actors.cuda.driver import Driver
     from shadowlane.actors.cuda.memory import CardMemoryHandle
 
+SOON_NS = 10_000_000  # after which whoever waits for the disk looks whether another step has begun
+
 Span = Callable[[str], AbstractContextManager[object]]
 
 
@@ -325,7 +327,7 @@ class _Sweeps:
             return True
         abort = lane._arena.base + lane._layout.abort
         disk = lane._address(DISK_COUNTER)
-        if wait_counter(disk, ordinal + 1, abort, 0, LOOK_UP_NS) == WAIT_OK:
+        if wait_counter(disk, ordinal + 1, abort, 0, SOON_NS) == WAIT_OK:
             return True
         lane._copies.look()
         return False

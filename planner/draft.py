@@ -158,7 +158,7 @@ class Draft:
             if until:
                 before = cuts.nbytes[first]
                 wanted = before + part * (cuts.total - before)
-                most = own.ram - (group.kind == "experts")  # behind them is their sum
+                most = cuts.last - (group.kind == "experts")  # behind them is their sum
                 end = carry.round(group.kind, cuts, wanted, first, most)
             ends.append(end)
             untils.append(until)

@@ -82,7 +82,6 @@ class Model:
     row_nbytes: float  # activation of one row, as it crosses a link
     fixed_ram_nbytes: float  # embedding rows, constants, scratch
     max_context: int
-    is_ours: bool = False  # as our own lanes run it, see `model_of`
     # What follows from the loads: for each a number, the same for those that differ in name and
     # layer alone; where each layer begins and ends; and of experts the undivided router.
     alike: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -165,7 +164,7 @@ def model_of(
     cols = next(group.cols for group in catalog.groups if group.kind == "qkv")
     fixed = gathered + catalog.constants_nbytes + catalog.scratch_nbytes
     row_nbytes = cols * ACTIVATION_NBYTES
-    return Model(name, tuple(loads), row_nbytes, fixed, catalog.max_context, is_ours)
+    return Model(name, tuple(loads), row_nbytes, fixed, catalog.max_context)
 
 
 def whole_on(vram: float, over: Sequence[float]) -> int | None:

@@ -175,9 +175,6 @@ def settle(
         kept = experts_kept if load.experts else _KEPT.get(load.home, dense_kept)
         if load.is_undivided or load.is_joined:  # any experts may come, whatever is chosen
             in_decode, in_prefill = 0.0, in_prefill if load.comes else 0.0
-        if model.is_ours and dense_kept < 1.0:
-            # What is read is the processor's.
-            in_decode, in_prefill = min(in_decode, kept), min(in_prefill, kept)
         key = (vram, kept, in_decode, over, in_prefill)
         if key not in known:
             is_off = vram < 1.0

@@ -361,18 +361,16 @@ class _Step:
         if ahead_nbytes > 0.0:
             read_took = ahead_nbytes / rates.disk_bytes_per_s
             read_s = self.disk.arrival_s(ahead_nbytes, read_took, begin_s, late_s)
-        arrived_s = [never] * len(price.sides_s)
-        if any(price.brought_nbytes):
-            for card, nbytes in enumerate(price.brought_nbytes):
-                if nbytes:
-                    took = nbytes / rates.h2d_bytes_per_s[card]
-                    # Piece by piece behind the disk: the link begins and ends no sooner than it.
-                    behind_s = read_s - min(took, read_took)
-                    arrived_s[1 + card] = self.links[card].arrival_s(
-                        nbytes, took, begin_s, max(late_s, behind_s)
-                    )
-        else:
-            arrived_s[0] = read_s
+        arrived_s = [read_s, *(never for _ in price.brought_nbytes)]
+        for card, nbytes in enumerate(price.brought_nbytes):
+            if nbytes:
+                took = nbytes / rates.h2d_bytes_per_s[card]
+                # Piece by piece behind the disk: the link begins and ends no sooner than it. What
+                # is in RAM is brought first, and where that is all there is nothing to wait for.
+                behind_s = read_s - min(took, read_took) if price.is_read_first else never
+                arrived_s[1 + card] = self.links[card].arrival_s(
+                    nbytes, took, begin_s, max(late_s, behind_s)
+                )
         if price.asked_nbytes:
             took = price.asked_nbytes / rates.disk_bytes_per_s
             arrived_s[0] = self.disk.arrival_s(price.asked_nbytes, took, begin_s, begin_s)

@@ -21,6 +21,7 @@ class Price(NamedTuple):
     adds_up: int = 0  # the side that adds up what all sides give, where one does
     # of what is read, what the processor computes of a prompt's experts: once they are chosen
     asked_nbytes: float = 0.0
+    is_read_first: bool = False  # of what is brought, some comes off the disk
 
     @property
     def is_carried(self) -> bool:
@@ -62,6 +63,7 @@ def price_of(
         tuple(load.nbytes * brought * part for part in site.over) if rates.cards else (),
         load.nbytes * on_disk if on_disk > NOTHING else 0.0,
         0.0,
+        is_read_first=brought > site.ram + NOTHING,
     )
 
 
@@ -116,6 +118,7 @@ def _price_experts(
         max(0.0, more_s),
         adds_up,
         asked,
+        (1.0 - site.vram) * part_brought > site.ram + NOTHING,
     )
 
 

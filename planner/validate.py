@@ -74,7 +74,7 @@ def validate_phases(
 
 
 def _check_cards(catalog: Catalog, placement: Placement) -> None:
-    """Cards hold what they may, and what is brought to them lies in RAM."""
+    """Cards hold what they may, and what is brought to them lies in RAM or is read."""
     for card in placement.cards:
         if card.total_nbytes > card.budget:
             raise InconsistentPrograms(
@@ -96,10 +96,12 @@ def _check_cards(catalog: Catalog, placement: Placement) -> None:
                     f"{card.link} brings {catalog.held_nbytes(index)} bytes of {index} at once; a "
                     f"slot of {card.lane} has {card.slot_nbytes}"
                 )
-            if not catalog.is_expert(index) and not placement.resident[index]:
+            if not (
+                catalog.is_expert(index) or placement.resident[index] or index in placement.sweep
+            ):
                 raise InconsistentPrograms(
                     f"{card.link} brings block {index} of {catalog.blocks[index].group}, which is "
-                    "not in RAM"
+                    "neither in RAM nor read"
                 )
     _check_experts(catalog, placement)
 

@@ -196,7 +196,6 @@ def over_cards(
         here |= {
             index for group in catalog.groups if group.kind == "embed" for index in group.blocks
         }
-        here |= {index for each in sweeps.values() for index in each}
         others = [block.index for block in catalog.blocks if block.index not in here]
         part = random.choice((0.1, 0.5, 1.0))
         sweep = tuple(index for index in others if random.random() < part)

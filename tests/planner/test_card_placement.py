@@ -373,16 +373,28 @@ def test_prompts_have_shares_of_their_own_beside_reads_from_disk() -> None:
     assert reading.sweep
     assert reading.prefill_shares is not None
     (card,) = reading.cards
-    in_ram = {index for index, kept in enumerate(reading.resident) if kept}
-    assert set(card.decode_sweep) < set(card.prefill_sweep) <= in_ram
+    assert set(card.decode_sweep) < set(card.prefill_sweep)
+    whole = place_one(everywhere(ONE, Site(0.25, 0.5, 0.25, brought_prefill=1.0)))
+    assert whole.sweep == reading.sweep
+    assert set(whole.sweep) < set(whole.cards[0].prefill_sweep)
+    assert {share.lane for each in (whole.prefill_shares or {}).values() for share in each} == {
+        "cpu:0",  # the embedding
+        "gpu:0",
+    }
 
 
-def test_only_what_is_in_ram_is_brought() -> None:
-    placement = place_one(everywhere(ONE, Site(0.25, 0.25, 1.0)))
-    brought = set(placement.cards[0].decode_sweep)
-    assert brought == {index for index, kept in enumerate(placement.resident) if kept} - set(
-        placement.cards[0].resident
-    )
+def test_what_is_brought_is_first_what_is_in_ram_then_what_is_read() -> None:
+    embedding = set(LLAMA.group("embed").blocks)
+    for part, comes in ((0.2, "some"), (1.0, "all")):
+        placement = place_one(everywhere(ONE, Site(0.25, 0.25, part)))
+        brought, read = set(placement.cards[0].decode_sweep), set(placement.sweep)
+        in_ram = {n for n, kept in enumerate(placement.resident) if kept}
+        in_ram -= embedding.union(placement.cards[0].resident)
+        assert read
+        if comes == "all":
+            assert brought == in_ram | read
+        else:
+            assert brought < in_ram
 
 
 def test_tied_rows_are_in_ram_too_if_there_is_room() -> None:

@@ -86,12 +86,12 @@ def test_room_for_weights_must_be_that_of_the_blocks() -> None:
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_what_is_brought_must_be_in_ram(phase: Phase) -> None:
+def test_what_is_brought_must_be_in_ram_or_come_there(phase: Phase) -> None:
     placement = placed()
     last = placement.cards[0].stream(phase).sweep[-1]
     resident = [kept and index != last for index, kept in enumerate(placement.resident)]
     text = refused(replace(placement, resident=tuple(resident)), phase)
-    assert f"h2d:0 brings block {last} of lm_head, which is not in RAM" in text
+    assert f"h2d:0 brings block {last} of lm_head, which is neither in RAM nor read" in text
 
 
 def test_a_card_computes_only_with_what_it_has() -> None:
