@@ -401,7 +401,8 @@ class Crew:
         drops = self._brought not in (None, kind) or self._is_link_behind()
         if drops:
             for card, part in enumerate(self.placement.cards):
-                self._link_bases[card] += max(part.num_slots, self._layout.cards[card].num_slots)
+                slots = max(part.num_slots, self._layout.cards[card].num_slots)
+                self._link_bases[card] += slots + 1  # never where it is: it begins anew
         if self.placement.prefill_sweep and (drops or phase != self._sweep_phase):
             self._start_sweep(self.placement, keeps_ring=False, phase=phase)
         self._brought = kind

@@ -300,7 +300,8 @@ class _Step:
         self._made = [(0, 1.0)]  # the sides that newest made something, and their jitters
         if not self.links:
             self.links = ["disk:0"]
-        row_nbytes = world.model.row_nbytes * work.rows
+        count = plan.micro_batches if work.phase == "prefill" else 1
+        row_nbytes = world.model.row_nbytes * -(-work.rows // count)
         # Of each side, the cores first: what a crossing to or from it takes.
         self._cross_s = [0.0] + [
             card.crossing_s + row_nbytes / (card.h2d_bytes_per_s * world.state.link)
@@ -322,17 +323,24 @@ class _Step:
         if any(site.vram + site.ram < 1.0 - NOTHING for site in ahead):
             self._most_load += world.rate("disk:0")
         self._link_free_s = [0.0] * len(machine.cards)
+        self._through_s = [0.0] * (1 + len(machine.cards))  # each side, with its newest group
 
     def play(self) -> float:
-        world = self._world
-        ready = list(self._cross_s)
-        layer: int | None = -1
-        sites = self._plan.sites
-        for index, (load, site) in enumerate(zip(world.model.loads, sites, strict=True)):
-            is_first = load.layer != layer
-            layer = load.layer
-            adds_up = chooser(world.model, sites, index) if load.is_joined else None
-            ready = self._group(load, site, ready, is_first, adds_up)
+        """Micro-batch after micro-batch: a side begins one when it is through with that before."""
+        world, work, sites = self._world, self._work, self._plan.sites
+        count = self._plan.micro_batches if work.phase == "prefill" else 1
+        self._work = replace(work, rows=-(-work.rows // count))
+        for number in range(count):
+            ready = list(self._cross_s)
+            layer: int | None = -1
+            for index, (load, site) in enumerate(zip(world.model.loads, sites, strict=True)):
+                if load.kind == "lm_head" and number < count - 1:
+                    continue
+                is_first = load.layer != layer
+                layer = load.layer
+                adds_up = chooser(world.model, sites, index) if load.is_joined else None
+                ready = self._group(load, site, ready, is_first, adds_up)
+        self._work = work
         return max(min(ready), *(self.busy[name] for name in self.links), self.busy["disk:0"])
 
     def _group(
@@ -354,7 +362,7 @@ class _Step:
             work_s = work_s * world.jitter()
             # A floor per layer: five groups' launches are paid with its first.
             launch_s = card.launch_s * (FIRST_OF_LAYER if is_first else REST_OF_LAYER)
-            end_s = ready[1 + index] + work_s + launch_s
+            end_s = max(ready[1 + index], self._through_s[1 + index]) + work_s + launch_s
             if brought:
                 arrived_s = self._bring(index, load, brought, begin_s, parts.is_late)
                 end_s = max(end_s, arrived_s + CHUNK_NBYTES / card.vram_bytes_per_s)
@@ -369,7 +377,7 @@ class _Step:
             work_s = max(_bent(parts.cpu_nbytes, rate), parts.cpu_flops / machine.cpu_flops)
             work_s = work_s * world.jitter() + machine.cpu_launch_s
             work_s += world.core_off_s(work_s)
-            end_s = ready[0] + work_s
+            end_s = max(ready[0], self._through_s[0]) + work_s
             if parts.read_nbytes:
                 end_s = max(end_s, self._read(load, parts.read_nbytes, begin_s, parts.is_late))
             if parts.asked_nbytes:
@@ -384,6 +392,8 @@ class _Step:
             ends = [(side, max(end_s, late_s)) for side, end_s in ends]
         if not ends:
             return ready
+        for side, end_s in ends:
+            self._through_s[side] = end_s
         leaving = [(end_s, world.jitter(), self._hops[side]) for side, end_s in ends]
         if adds_up is not None:
             joined_s = max([end_s + jitter * hops[adds_up] for end_s, jitter, hops in leaving])
@@ -393,6 +403,7 @@ class _Step:
                 joined_s += machine.cpu_launch_s if adder is None else adder.launch_s
             leaving = [(joined_s, world.jitter(), self._hops[adds_up])]
             ends = [(adds_up, joined_s)]
+            self._through_s[adds_up] = joined_s
         self._made = [
             (side, jitter) for (side, _), (_, jitter, _) in zip(ends, leaving, strict=True)
         ]

@@ -149,21 +149,20 @@ def by_hand(each: Sized, *, within: float) -> dict[str, float]:
 @contextmanager
 def routed(each: Sized) -> Iterator[dict[str, Any]]:
     """Settings under which routers choose the second half of the trace; its first half is what
-    earlier runs chose."""
-    if each.trace is None:
-        yield {}
-        return
-    first, second = each.trace.halves()
+    earlier runs chose. Without a trace nothing is remembered of any run before."""
     path = heat_path(each.blueprint)
     path.parent.mkdir(parents=True, exist_ok=True)
     before = path.read_text() if path.exists() else None
-    heat = replace(heat_of(first), model=each.blueprint.fingerprint)
+    path.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "routes.jsonl.gz"
-        write_trace(file, second)
-        path.write_text(heat.to_json())
+        settings: dict[str, Any] = {}
+        if each.trace is not None:
+            first, second = each.trace.halves()
+            settings["replay_routing"] = Path(folder) / "routes.jsonl.gz"
+            write_trace(settings["replay_routing"], second)
+            path.write_text(replace(heat_of(first), model=each.blueprint.fingerprint).to_json())
         try:
-            yield {"replay_routing": file}
+            yield settings
         finally:
             path.unlink(missing_ok=True)
             if before is not None:

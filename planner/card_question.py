@@ -21,7 +21,9 @@ from shadowlane.planner.hybrid_layouts import (
     Question,
     Spread,
     TooLarge,
+    best_of,
     brought_of,
+    in_micro_batches,
     settle,
 )
 from shadowlane.planner.hybrid_search import search
@@ -95,7 +97,7 @@ def plan_over_cards(catalog: Catalog, request: Request) -> tuple[Plan, Request]:
         plan = search(question).plan
     except TooLarge as error:
         raise TooLarge(f"{error}: {what_is_short(question)}") from None
-    if not _is_carried(question.answer(plan)):
+    if len(request.cards) < 2 and not _is_carried(question.answer(plan)):
         return plan, replace(request, subchunks=counts[0])
     near: dict[int, Answer] = {}
 
@@ -193,5 +195,5 @@ def _near(question: Question, plan: Plan) -> Answer | None:
         near = settle(question, plan.name, shrunk(question, Spread.of(plan)), brought_of(plan))
     if near is None or not question.fits(near):
         return None
-    answer = question.answer(near)
+    answer = best_of(question, [near, in_micro_batches(question, near)])
     return bring(question, answer, answer)

@@ -8,6 +8,7 @@ from shadowlane.planner.card_placement import place_on_cards
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hybrid import Plan
 from shadowlane.planner.hybrid_layouts import (
+    PIPELINED,
     Question,
     Spread,
     TooLarge,
@@ -26,6 +27,7 @@ from shadowlane.planner.placement import Placement, Request
 OF_LAYERS: Mapping[str, Callable[[Question, int], Plan | None]] = {
     "layer-split": layer_split,
     "layer-split, KV in RAM": lambda question, layers: layer_split(question, layers, kv=False),
+    PIPELINED: lambda question, layers: layer_split(question, layers, pipelined=True),
     "row-split": lambda question, layers: layer_split(question, layers, across=True),
     "layer-stream": layer_stream,
     "cpu-moe": cpu_moe,

@@ -249,10 +249,15 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One placement, with what each phase brings over links."""
+    """One placement, with what each phase brings over links.
+
+    micro_batches: into which each step of prefill is cut, where it brings and reads nothing: they
+    follow each other through the layers, so that lanes that have different layers work at once.
+    """
 
     name: str
     sites: tuple[Site, ...]  # one for each load
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 The resource bound lets every byte and operation be shared out freely, all lanes at work at once, in
 the best of all ways to fill the cards: the busiest resource still has to do its work. The path
-bound knows that groups follow each other, with crossings and launches (`hybrid_path.py`).
+bound knows that groups follow each other, with crossings and launches (`hybrid_path.py`); but not
+those of a prompt over several cards, where micro-batches let groups work side by side.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ def hybrid_bounds(
     launches = [question.machine.cpu_launch_s]
     launches += [card.launch_s for card in question.machine.cards]
     chain_s += min(launches) * len(question.model.loads)
+    if question.work.phase == "prefill" and len(question.machine.cards) > 1:
+        return HybridBounds(resource_s, resource_s)
     path = PathBound(question, overheads)
     path_s = path.best()[0] if prices is None else path.at(prices)
     return HybridBounds(resource_s, max(resource_s, chain_s, path_s))

@@ -8,7 +8,7 @@ experts of some layers; attention alone; the rest brought over the link layer by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
@@ -16,6 +16,7 @@ from shadowlane.planner.hybrid import (
     DECODE,
     NOTHING,
     HitRate,
+    Load,
     Model,
     Plan,
     Prompts,
@@ -24,7 +25,9 @@ from shadowlane.planner.hybrid import (
     all_kv_nbytes,
     disk_ring_nbytes,
     fits,
+    kv_nbytes,
     ram_room,
+    rows_of,
     vram_room,
     whole_on,
 )
@@ -32,6 +35,8 @@ from shadowlane.planner.hybrid_play import Times, play
 from shadowlane.planner.profile import Phase
 
 MOST_SETTINGS = 12  # of one kind of layout that are played through
+MICRO_BATCH_ROWS = 512  # at least: what our lanes multiply together
+PIPELINED = "layer-split, pipelined"
 
 PHASES: tuple[Phase, ...] = ("decode", "prefill")
 
@@ -266,11 +271,13 @@ def pack(
     *,
     by_one: bool = False,
     across: bool = False,
+    evenly: bool = False,
 ) -> Spread:
     """Loads on cards by `order`, each up to its `limit`, the last as far as it fits.
 
-    The fastest card is filled first, then the next. across: each load is divided between all cards,
-    by how fast they read. by_one: experts share evenly what is left on all cards; else they go by
+    The fastest card is filled first, then the next; or, evenly, each with what it takes as long for
+    as the others, of many rows. across: each load is divided between all cards, by how fast they
+    read. by_one: experts share evenly what is left on all cards; else they go by
     whole layers.
     """
     model, work, cards = question.model, question.work, question.machine.cards
@@ -282,6 +289,10 @@ def pack(
     current = 0  # of `fastest`
     left: list[int] = []
     kvs = all_kv_nbytes(model, work)
+    quotas = [float("inf")] * len(cards)
+    worth = [0.0] * len(model.loads)
+    if evenly:
+        worth, quotas = _even_quotas(question, rooms, order)
     for index in order:
         load = model.loads[index]
         if load.stays or load.home is not None:
@@ -293,7 +304,9 @@ def pack(
         if across:
             over = shared
         else:
-            while need > rooms[fastest[current]] and current + 1 < len(fastest):
+            while current + 1 < len(fastest) and (
+                need > rooms[fastest[current]] or worth[index] / 2 > quotas[fastest[current]]
+            ):
                 current += 1
             over = tuple(float(card == fastest[current]) for card in range(len(cards)))
         fitting = min(room / part for room, part in zip(rooms, over, strict=True) if part)
@@ -303,6 +316,7 @@ def pack(
         spread.vram[index], spread.over[index] = limit[index] * part, over
         for card, its in enumerate(over):
             rooms[card] -= need * part * its
+            quotas[card] -= worth[index] * its
     whole = sum(model.loads[index].whole_nbytes for index in left)
     room = sum(max(0.0, each) for each in rooms)
     for index in left:
@@ -312,6 +326,36 @@ def pack(
             spread.over[index] = tuple(max(0.0, each) / room for each in rooms)
     one_more(model, spread, left, room)
     return spread
+
+
+def _even_quotas(
+    question: Question, rooms: Sequence[float], order: Sequence[int]
+) -> tuple[list[float], list[float]]:
+    """(operations of each load for prompts; of each card, its part of those of `order`).
+
+    A card has as much as it is fast; what it has no room for goes to the others.
+    """
+    model, cards = question.model, question.machine.cards
+    work = next((work for work in question.works if work.phase == "prefill"), question.work)
+    worth = [
+        load.flops_per_row
+        * rows_of(load, work)
+        * (load.attended(work.context) if load.kind == "attn" else 1.0)
+        for load in model.loads
+    ]
+    wanted = sum(worth[index] for index in order)
+    nbytes = sum(model.wholes[index] + kv_nbytes(model.loads[index], work) for index in order)
+    most = [max(0.0, room) * wanted / max(1.0, nbytes) for room in rooms]
+    quotas = [0.0] * len(cards)
+    left = [card for card, each in enumerate(most) if each > 0.0]
+    while left:
+        speed = sum(cards[card].flops for card in left)
+        full = [card for card in left if wanted * cards[card].flops / speed >= most[card]]
+        for card in full or left:
+            quotas[card] = most[card] if full else wanted * cards[card].flops / speed
+        wanted -= sum(quotas[card] for card in full)
+        left = [card for card in left if full and card not in full]
+    return worth, quotas
 
 
 def one_more(model: Model, spread: Spread, routed: Sequence[int], room: float) -> None:
@@ -328,11 +372,18 @@ def one_more(model: Model, spread: Spread, routed: Sequence[int], room: float) -
 
 
 def layer_split(
-    question: Question, layers: int, *, kv: bool = True, across: bool = False
+    question: Question,
+    layers: int,
+    *,
+    kv: bool = True,
+    across: bool = False,
+    pipelined: bool = False,
 ) -> Plan | None:
     """The first `layers` layers on cards, the head as one layer more. None: they do not fit.
 
     kv: whether keys, values and attention go with them. across: all cards share every group.
+    pipelined: cards have as many layers as take each as long, and prompts go through them in
+    micro-batches.
     """
     loads = question.model.loads
     wanted = [
@@ -341,7 +392,27 @@ def layer_split(
         if is_within and (kv or loads[index].kind != "attn")
     ]
     name = f"{'row' if across else 'layer'}-split {layers}{'' if kv else ', KV in RAM'}"
-    return _whole(question, name, wanted, across=across)
+    if not pipelined:
+        return _whole(question, name, wanted, across=across)
+    plan = _whole(question, f"{name}, pipelined", wanted, evenly=True)
+    return None if plan is None else in_micro_batches(question, plan)
+
+
+def in_micro_batches(question: Question, plan: Plan) -> Plan:
+    """With as many as prompts have sub-chunks in a step; one where they bring or read anything."""
+    if not all(
+        _is_in_memory(load, site)
+        for load, site in zip(question.model.loads, plan.sites, strict=True)
+    ):
+        return plan
+    rows = max((work.rows for work in question.works if work.phase == "prefill"), default=1)
+    return replace(plan, micro_batches=max(1, rows // MICRO_BATCH_ROWS))
+
+
+def _is_in_memory(load: Load, site: Site) -> bool:
+    """Whether prompts have all of it where it is computed."""
+    is_read = load.nbytes > 0.0 and site.vram + site.ram < 1.0 - NOTHING
+    return not is_read and not (site.brought_prefill > 0.0 and site.vram < 1.0 - NOTHING)
 
 
 def cpu_moe(question: Question, layers: int, *, kv: bool = True) -> Plan | None:
@@ -419,11 +490,16 @@ def _within(model: Model, layers: int) -> list[bool]:
 
 
 def _whole(
-    question: Question, name: str, wanted: Sequence[int], *, across: bool = False
+    question: Question,
+    name: str,
+    wanted: Sequence[int],
+    *,
+    across: bool = False,
+    evenly: bool = False,
 ) -> Plan | None:
     """These loads on cards, all of each."""
     limit = [1.0] * len(question.model.loads)
-    spread = pack(question, wanted, limit, across=across)
+    spread = pack(question, wanted, limit, across=across, evenly=evenly)
     loads = question.model.loads
     if any(
         spread.vram[index] < 1.0 and not loads[index].stays and loads[index].home is None
@@ -463,6 +539,8 @@ def by_hand(question: Question) -> dict[str, Answer]:
         kinds["layer-split, KV in RAM"] = (lambda n: layer_split(question, n, kv=False), layers)
         if cards > 1:
             kinds["row-split"] = (lambda n: layer_split(question, n, across=True), layers)
+            if any(work.phase == "prefill" for work in question.works):
+                kinds[PIPELINED] = (lambda n: layer_split(question, n, pipelined=True), layers)
         kinds["layer-stream"] = (lambda n: layer_stream(question, n), layers)
         kinds["attention-gpu"] = (lambda _: attention_gpu(question), 0)
         if any(load.experts for load in model.loads):
@@ -473,7 +551,7 @@ def by_hand(question: Question) -> dict[str, Answer]:
     found: dict[str, Answer] = {}
     for name, (plan_of, most) in kinds.items():
         tried = _thinned(plan_of, most)
-        if has_prompts and name not in ("cpu", "layer-stream"):
+        if has_prompts and name not in ("cpu", "layer-stream", PIPELINED):
             tried += _thinned(_for_prompts(question, plan_of), most)
         if tried:
             found[name] = best_of(question, tried)

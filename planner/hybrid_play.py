@@ -96,6 +96,8 @@ def play(
     or read, another pass is played at the rate that is left to them.
     """
     rates = rates_of(machine, state)
+    if plan.micro_batches > 1 and work.phase == "prefill":
+        return _pipelined(model, plan, work, rates, hit_rate)
     ring_nbytes = disk_ring_nbytes(model, machine, state)
     times, moved_nbytes = _pass(model, plan, work, rates, hit_rate, worth_s, ring_nbytes)
     if not moved_nbytes:
@@ -186,6 +188,56 @@ def work_by_kind(
                 count, seconds = found[lane].get(load.kind, (0, 0.0))
                 found[lane][load.kind] = count + 1, seconds + took
     return found
+
+
+def _pipelined(model: Model, plan: Plan, work: Work, rates: Rates, hit_rate: HitRate) -> Times:
+    """A step in micro-batches, which brings and reads nothing.
+
+    A lane takes a micro-batch when it has done its last group of the one before: each is later than
+    the one before it by as long as the slowest lane has to do with one, its waits included. Of the
+    head only the last row of all is wanted.
+    """
+    count = plan.micro_batches
+    one = replace(work, rows=-(-work.rows // count))
+    order, prices = _priced(model, plan, one, rates, hit_rate)
+    assert not any(price.is_carried for price in prices), "what is carried comes once for a step"
+    hops = hops_between(model, one, rates)
+    ready = list(hops[0])
+    lanes = range(len(ready))
+    begun_s, ended_s, busy_s = ([0.0] * len(ready) for _ in range(3))
+    later_s = 0.0  # the last micro-batch than the first, once the head is reached
+    for load, number in zip(model.loads, order, strict=True):
+        if load.kind == "lm_head":
+            later_s, busy_s = _all_of(count, begun_s, ended_s, busy_s)
+            count = 1
+        price = prices[number]
+        ends = [(side, ready[side] + took) for side, took in enumerate(price.sides_s) if took]
+        if not ends:
+            continue
+        for side, end_s in ends:
+            begun_s[side] = begun_s[side] if busy_s[side] else ready[side]
+            busy_s[side] += price.sides_s[side]
+            ended_s[side] = end_s
+        if load.is_joined:
+            here = price.adds_up
+            joined_s = max(end_s + hops[side][here] for side, end_s in ends) + price.more_s
+            ended_s[here] = joined_s
+            ends = [(here, joined_s)]
+        ready = [max(end_s + hops[side][there] for side, end_s in ends) for there in lanes]
+    if count > 1:
+        later_s, busy_s = _all_of(count, begun_s, ended_s, busy_s)
+    names = ["cpu:0", *(f"gpu:{card}" for card in lanes[:-1])]
+    busy = dict(zip(names, busy_s, strict=True))
+    busy |= {f"h2d:{card}": 0.0 for card in lanes[:-1]} | {"disk:0": 0.0}
+    return Times(min(ready) + later_s, busy)
+
+
+def _all_of(
+    count: int, begun_s: Sequence[float], ended_s: Sequence[float], busy_s: Sequence[float]
+) -> tuple[float, list[float]]:
+    """(how much later the last of so many is than the first; seconds of work of all)."""
+    apart_s = max(end - begin for begin, end in zip(begun_s, ended_s, strict=True))
+    return (count - 1) * apart_s, [count * seconds for seconds in busy_s]
 
 
 def _pass(

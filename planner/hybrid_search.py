@@ -35,6 +35,7 @@ from shadowlane.planner.hybrid_layouts import (
     best_of,
     by_hand,
     free_nbytes,
+    in_micro_batches,
     pack,
     settle,
     streamed,
@@ -94,16 +95,20 @@ def search(
     if "refine" in using:
         tries = min(MOST_TRIES, TRIES_OF_LOADS // len(question.model.loads))
         best = refine(question, best, tries, using)
+    others = tried
     if "bring" in using:
         ways = (plan for plan in otherwise_brought(question, best) if question.fits(plan))
-        tried += [question.answer(plan, best.seconds * (1.0 + 2 * ALIKE)) for plan in ways]
-    return _calmest(best, tried)
+        others = [*tried, *(question.answer(plan, best.seconds * (1 + 2 * ALIKE)) for plan in ways)]
+    best = _calmest(best, others)
+    if len(question.machine.cards) < 2 or all(work.phase == "decode" for work in question.works):
+        return best
+    return best_of(question, (in_micro_batches(question, each.plan) for each in tried), best)
 
 
 def _calmest(best: Answer, others: Sequence[Answer]) -> Answer:
-    """Of what is as fast as `best`, the one whose lanes have least to do; of several the first."""
+    """Of what is as fast as `best`, what has least to do for all lanes; of several the fastest."""
     alike = [other for other in others if other.seconds <= best.seconds * (1.0 + ALIKE)]
-    return min([*alike, best], key=_busy_s)
+    return min([*alike, best], key=lambda answer: (_busy_s(answer), answer.seconds))
 
 
 def _busy_s(answer: Answer) -> float:
@@ -137,6 +142,9 @@ def _starts(question: Question, using: Collection[str]) -> Iterator[Plan | None]
             for way, across in ways:
                 spread = pack(question, order, limit, by_one="experts" in using, across=across)
                 yield settle(question, name + suffix + way, spread)
+    if len(question.machine.cards) > 1:
+        spread = pack(question, orders["layers"], whole, evenly=True)
+        yield settle(question, "layers, evenly", spread)
 
 
 def knapsack(question: Question) -> Plan | None:

@@ -209,9 +209,9 @@ def build_programs(
     shares = placement.shares_of(phase)
     streams = {each.name: placement.stream_of(each.name, phase) for each in placement.lanes}
     instructions: dict[str, list[ComputeInstruction]] = {lane.name: [] for lane in placement.lanes}
-    sweeps = {card.link: card.stream(phase).sweep for card in placement.cards}
-    passed_on = _passed_on(placement.disk_stream(phase), sweeps)
-    sweeps[DISK_LANE] = placement.disk_stream(phase).sweep
+    links = {card.link: card.stream(phase).sweep for card in placement.cards}
+    passed_on = _passed_on(placement.disk_stream(phase), links)
+    sweeps = {DISK_LANE: placement.disk_stream(phase).sweep, **links}
     consumers: dict[str, list[dict[str, int]]] = {
         lane: [{} for _ in sweep] for lane, sweep in sweeps.items()
     }

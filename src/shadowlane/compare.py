@@ -21,7 +21,14 @@ from shadowlane.compare_world import Arena, Bounds, Job, Setting, Timed, as_our_
 from shadowlane.planner.hand_placement import OF_LAYERS, OF_ONE
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import Model, Plan, Work
-from shadowlane.planner.hybrid_layouts import Question, TooLarge, layer_stream, num_layers, streamed
+from shadowlane.planner.hybrid_layouts import (
+    PIPELINED,
+    Question,
+    TooLarge,
+    layer_stream,
+    num_layers,
+    streamed,
+)
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import HybridShadow, WorkChanged
 from shadowlane.planner.recorded_hits import RecordedHits
@@ -143,7 +150,7 @@ def why_not(strategy: str, model: Model, machine: Hardware) -> str | None:
     """What a layout by hand lacks to be one here, whether it fits or not."""
     if "cpu-moe" in strategy and not any(load.experts for load in model.loads):
         return f"a mixture of experts; {model.name} is none"
-    if strategy == "row-split" and len(machine.cards) < 2:
+    if strategy in ("row-split", PIPELINED) and len(machine.cards) < 2:
         return f"several cards; {machine.name} has {len(machine.cards)}"
     if strategy in BY_HAND and strategy != "cpu" and not machine.cards:
         return f"a card; {machine.name} has none"
@@ -161,6 +168,8 @@ def tuned(arena: Arena, strategy: str, job: Job) -> Reached | None:
     """
     if why_not(strategy, arena.model, arena.machine):
         return None
+    if strategy == PIPELINED and job.phase == "decode":
+        return None  # layers are shared evenly for the sake of prompts
     question = arena.stated(job.work(job.chunks()[-1]))
     plans = list(_settings(question, strategy))
     if not plans:
@@ -198,7 +207,7 @@ def _ranked_prompts(
     """Every number of layers with the longest chunk; then the best, and the most, with all."""
 
     def brought(plan: Plan) -> Plan | None:
-        if strategy in ("cpu", "layer-stream"):  # the one never, the other always
+        if strategy in ("cpu", "layer-stream", PIPELINED):  # one always, the others never
             return None
         return streamed(question, plan, f"{plan.name}, streamed", ["prefill"])
 
@@ -319,5 +328,6 @@ def told(reached: Reached) -> str:
     name = reached.setting.plan.name
     if reached.strategy in BY_HAND:
         name = name.removeprefix(reached.strategy.partition(",")[0]).replace(", KV in RAM", "")
+        name = name.removesuffix(", pipelined")
     chunk = f"chunk {reached.setting.rows}" if reached.setting.rows > 1 else ""
     return ", ".join(part for part in (name.strip(" ,"), chunk) if part)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 STRATEGIES = (
     "auto",
     "layer-split",
+    "layer-split, pipelined",
     "row-split",
     "layer-stream",
     "attention-gpu",

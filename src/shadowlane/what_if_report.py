@@ -26,6 +26,7 @@ KIND_NAMES = {"attn": "attention (KV)", "qkv": "q, k, v", "gate_up": "gate and u
 LEGEND = {  # what each kind of layout is, by the beginning of its name
     "cpu": "nothing on cards",
     "layer-split": "so many layers on cards, the head counted as one",
+    "layer-split, pipelined": "evenly over cards, prompts in micro-batches",
     "row-split": "the same, each divided between all cards",
     "layer-stream": "as layer-split; the other layers are brought over the link",
     "attention-gpu": "all but MLPs and experts on cards",

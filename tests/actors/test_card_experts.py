@@ -469,6 +469,35 @@ def test_the_planner_fills_a_card_with_experts(tiny_model: Callable[..., Path]) 
         assert now.expert_heat() is not None, "what is chosen is watched, for the next run"
 
 
+def test_the_planner_has_experts_read_for_a_card(tiny_model: Callable[..., Path]) -> None:
+    """Where RAM has not a slot for each, and the processor would hold prompts up."""
+    model = tiny_model(MANY, num_experts=64, num_experts_per_tok=4)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(PROMPT, 20)
+        everything = engine.engine.placement.total_nbytes
+    blueprint = cut(model, OPTIONS, ONE_THREAD)
+    experts = blueprint.catalog.experts
+    assert experts is not None
+    dense = sum(block.held_nbytes for block in blueprint.catalog.blocks)
+    slow = replace(machine_with(1), cpu_flops=1e8)
+    with running(
+        model,
+        ram=everything - experts.total * experts.slot_nbytes // 2,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        cards=(CardSettings(2 * dense + 16 * experts.slot_nbytes),),
+        emulated=Emulated(slow, seed=3, slowed=1.0, small_nbytes=0.0),
+    ) as engine:
+        now = engine.engine
+        first = now.placement
+        assert first.prefill_sweep
+        assert first.expert_slots < experts.total
+        for _ in range(5):
+            assert engine.generate(PROMPT, 20) == expected
+        assert now.shadow.is_open, now.shadow.notes
+        assert int(now.gauges.disk_statistics()[disk.SWEEP_NBYTES]) > 0
+
+
 def test_an_emulated_lane_takes_the_time_of_the_experts_that_it_computes(
     tiny_model: Callable[..., Path],
 ) -> None:

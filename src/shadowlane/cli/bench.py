@@ -130,9 +130,9 @@ def bench(
             metavar="all|NAME,...",
             help="Compare layouts that people tune by hand with ours on the machine of --hardware, "
             "emulated: all of them, or some: cpu, attention-gpu, layer-split, 'layer-split, KV in "
-            "RAM', row-split, layer-stream, cpu-moe, 'cpu-moe, KV in RAM', 'layer-split + "
-            "cpu-moe', static (our plan, kept), shadowlane (our plan with its shadow). Nothing "
-            "runs; MODEL may be a name such as llama-2-70b.",
+            "RAM', 'layer-split, pipelined', row-split, layer-stream, cpu-moe, 'cpu-moe, KV in "
+            "RAM', 'layer-split + cpu-moe', static (our plan, kept), shadowlane (our plan with its "
+            "shadow). Nothing runs; MODEL may be a name such as llama-2-70b.",
             rich_help_panel=_COMPARE,
         ),
     ] = None,

@@ -134,8 +134,8 @@ Strategy = Annotated[
         "--strategy",
         **{**choice(*STRATEGIES), "metavar": "LAYOUT"},
         help="Place groups over cards by this layout instead of the best that is found: "
-        "layer-split, layer-stream, row-split, attention-gpu, cpu-moe or cpu, each with its best "
-        "number of layers.",
+        "layer-split, 'layer-split, pipelined', layer-stream, row-split, attention-gpu, cpu-moe or "
+        "cpu, each with its best number of layers.",
         rich_help_panel=_CARDS,
     ),
 ]
