@@ -206,8 +206,8 @@ def plan_layout(
     """Lay out the arena for a placement. Its budgeted part has exactly `placement.total_nbytes`.
 
     is_emulated: lanes take the time of another machine, and its cards' memory is here too.
-    may_shrink: the budget may, so that plans to come stream: beside it there is a ring for them,
-    whose pages take nothing until then.
+    may_shrink: the budget may, so that plans to come stream, as they may where cards are: beside it
+    there is a ring for them, whose pages take nothing until then.
     """
     from shadowlane.actors.copy_ring import ring_nbytes  # which needs an arena itself
     from shadowlane.actors.held_heads import spare_nbytes
@@ -270,9 +270,11 @@ def plan_layout(
     kv = take(placement.kv_nbytes + on_cards)
     worker_scratch = tuple(take(count * plan.worker_nbytes) for count in threads)
     ring, num_slots = take(placement.slots_nbytes), placement.num_slots
-    # Beside cards other blocks may live here later, as many as the budget has room for.
+    # Beside cards other blocks may live here later, as many as the budget has room for; the ring's
+    # part of it, too, under a plan that reads nothing.
     all_weights = sum(whole_pages(block.held_nbytes) for block in blueprint.catalog.blocks)
-    spare = min(all_weights, placement.weights_nbytes + placement.ram - placement.total_nbytes)
+    rest = placement.ram - placement.total_nbytes + placement.slots_nbytes
+    spare = min(all_weights, placement.weights_nbytes + rest)
     weights_nbytes = placement.weights_nbytes
     if placement.cards:
         weights_nbytes = max(weights_nbytes, spare)
@@ -284,13 +286,15 @@ def plan_layout(
     used = cursor - budget_start - on_cards
     expected = placement.total_nbytes + weights_nbytes - placement.weights_nbytes
     assert used == expected, (used, expected)
-    if may_shrink and not num_slots and blueprint.experts is None and not are_here:
+    may_stream = (may_shrink or bool(placement.cards)) and blueprint.experts is None
+    if may_stream and not num_slots:
         num_slots = later_slots(placement.slot_nbytes)
         ring = take(num_slots * placement.slot_nbytes)
     largest = max((whole_pages(nbytes) for nbytes in blueprint.held_nbytes), default=0)
     landing_nbytes = max(LANDING_NBYTES, largest) if are_here else 0
     landing = take(landing_nbytes)
-    pinned_weights = (ring, cursor - ring)
+    first_copied = min(ring, weights)
+    pinned_weights = (first_copied, cursor - first_copied)
     cards = tuple(
         _own_memory(card, spare_nbytes(blueprint))
         if are_here

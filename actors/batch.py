@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shadowlane.actors.records import Row, StepPlan
-from shadowlane.actors.sequence import LaneUse, Sequence
+from shadowlane.actors.sequence import DecodeStep, LaneUse, Sequence
 from shadowlane.actors.spec import Options
 from shadowlane.ops.table import FEW_ROWS
 
@@ -134,10 +134,12 @@ class Batch:
             sequence.known.clear()
         self._reap()
 
-    def give_results(self, step: Step, logits: np.ndarray, context: int, seconds: float) -> None:
+    def give_results(self, step: Step, logits: np.ndarray, context: int, took: DecodeStep) -> None:
         """Sample for each sequence whose turn it is; logits float32 [rows wanted, vocab]."""
         place = 0
         for sequence in step.carried:
+            if step.plan.is_decode and not step.plan.same_sequence:
+                sequence.decode_steps.append(took)  # before its listener can hear that it is over
             if sequence.wants_logits:
                 count = sum(
                     row.wants_logits and row.slot == sequence.slot for row in step.plan.rows
@@ -150,8 +152,6 @@ class Batch:
                 except FloatingPointError as error:
                     sequence.fail(str(error))
                 place += 1
-            if step.plan.is_decode and not step.plan.same_sequence:
-                sequence.decode_seconds.append(seconds)
         self._reap()
 
     def _reap(self) -> None:

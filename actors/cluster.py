@@ -13,10 +13,12 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from shadowlane.actors.imports import quick_imports
@@ -41,6 +43,8 @@ OWN_ENVIRONMENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
 OBJECT_STORE_NBYTES = 80 << 20  # handles and texts only; Ray's least is 75 MiB
 DEFAULT_SHM = Path("/dev/shm")
 PROCESSES = 4  # that Ray may start at once: engine, compute, disk, planner
+KILLED_S = 5.0  # after which processes that do not go are left alone
+LOOK_S = 0.05  # between two looks at processes
 ANSWER_S = 2.0  # a cluster that does not take a connection in this time is not there
 SESSION_PREFIX = "shadowlane-ray-"
 LOCK = "in-use"
@@ -67,8 +71,9 @@ class Cluster:
         if not self.is_ours:
             return
         self.is_ours = False
-        ray.shutdown()  # also what a start that failed half way has left running
+        ray.shutdown()
         if self.directory is not None:
+            _kill_session(self.directory)  # what a start that was cut short has left running
             shutil.rmtree(self.directory, ignore_errors=True)
         if self.lock is not None:
             self.lock.close()
@@ -142,7 +147,7 @@ def join_cluster(address: str | None, *, dashboard: bool = False) -> Cluster:
     if _free_nbytes(DEFAULT_SHM) < 2 * OBJECT_STORE_NBYTES:
         options["_plasma_directory"] = tempfile.gettempdir()
     try:
-        with _quiet_connection():
+        with _quiet_connection(waits=False):
             ray.init(
                 address="local",
                 num_cpus=PROCESSES,  # not a share of the machine: lanes are pinned by us
@@ -258,8 +263,37 @@ def remove_stale_sessions() -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def _kill_session(directory: Path) -> None:
+    """End every process of Ray that has this session's directory among its arguments.
+
+    They start each other, so none is left once two looks in turn have found none.
+    """
+    quiet_looks, until = 0, time.monotonic() + KILLED_S
+    while quiet_looks < 2 and time.monotonic() < until:
+        found = [
+            process
+            for process in Path("/proc").glob("[0-9]*")
+            if int(process.name) != os.getpid() and _mentions(process, directory)
+        ]
+        for process in found:
+            with suppress(OSError):
+                os.kill(int(process.name), signal.SIGKILL)
+        quiet_looks = 0 if found else quiet_looks + 1
+        time.sleep(LOOK_S)
+
+
+def _mentions(process: Path, directory: Path) -> bool:
+    """Whether a process is this user's and has the directory in its arguments."""
+    try:
+        if process.stat().st_uid != os.getuid():
+            return False
+        return os.fsencode(directory) in (process / "cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 @contextmanager
-def _quiet_connection() -> Iterator[None]:
+def _quiet_connection(*, waits: bool = True) -> Iterator[None]:
     """Keep Ray from printing each death of a worker to standard output, where our text goes, and
     from taking SIGTERM away from a program that handles it.
 
@@ -272,7 +306,7 @@ def _quiet_connection() -> Iterator[None]:
     if listen is not None:  # private to Ray: a page of its words is no reason to fail
         worker.listen_error_messages = lambda *_: None
     try:
-        with _signals_wait():
+        with _signals(waits=waits):
             yield
     finally:
         if listen is not None:
@@ -280,11 +314,12 @@ def _quiet_connection() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Signals reach a program that handles them after this, and not in between.
+def _signals(*, waits: bool) -> Iterator[None]:
+    """Signals reach a program that handles them, and not Ray, whose own handler of SIGTERM would
+    print a stack and exit with 15.
 
-    A Ray that is half started leaves processes behind for a minute; and its own handler of SIGTERM
-    would print a stack and exit with 15. A second Ctrl-C does not wait.
+    waits: after this and not in between, unless it is a second Ctrl-C. Otherwise at once, also
+    again after this where Ray went on in spite of what a handler raised.
     """
     from ray._private import utils
 
@@ -301,10 +336,13 @@ def _signals_wait() -> Iterator[None]:
     if set_handler is not None:
         utils.set_sigterm_handler = lambda *_: None
 
-    def note(number: int, frame: object) -> None:
-        if number == signal.SIGINT and number in received:
+    def note(number: int, frame: FrameType | None) -> None:
+        if waits and number == signal.SIGINT and number in received:
             raise KeyboardInterrupt
         received.append(number)
+        if not waits:
+            handlers[signal.Signals(number)](number, frame)
+            received.remove(number)  # it was not raised, and so is done
 
     for number in handlers:
         signal.signal(number, note)

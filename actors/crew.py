@@ -45,6 +45,7 @@ from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program, build_programs
 from shadowlane.planner.validate import is_reached
 
+NO_SOURCES = "experts that are brought to cards must have slots in RAM"
 PARCEL_NBYTES = 256 << 20  # of expanded copies, made between two reports of how far it is
 
 
@@ -192,7 +193,8 @@ class Crew:
         now = self.placement.placement_id
         self._published = {key: each for key, each in self._published.items() if key >= now}
         for published in list(self._published.values()):
-            self.mover.keep_sources(published.placement)
+            if not self.mover.keep_sources(published.placement):
+                raise ValueError(NO_SOURCES)
             for answer in self.publish(published.placement):
                 answer.pending.result()
         self._start_sweep(self.placement, keeps_ring=False)
@@ -481,7 +483,7 @@ class Crew:
                     continue
             loading.result()
         if not self.mover.keep_sources(placement):
-            raise RuntimeError("experts that are brought to cards must have slots in RAM")
+            raise RuntimeError(NO_SOURCES)
         tell("loading weights", 1.0)
 
     def choose_copiers(self) -> list[str]:

@@ -36,7 +36,15 @@ from shadowlane.actors.records import RecordWriter, StepPlan
 from shadowlane.actors.recovery import kill_quietly
 from shadowlane.actors.requests import num_workers, request_of
 from shadowlane.actors.routing import RoutingTap, check_routing
-from shadowlane.actors.sequence import NO_EXPERTS, ExpertUse, LaneUse, Sequence, TextSink, since
+from shadowlane.actors.sequence import (
+    NO_EXPERTS,
+    DecodeStep,
+    ExpertUse,
+    LaneUse,
+    Sequence,
+    TextSink,
+    since,
+)
 from shadowlane.actors.shadow_link import ShadowLink
 from shadowlane.actors.spec import EngineSettings, Options
 from shadowlane.ops.atomics import WAIT_OK, publish, wait_counter
@@ -121,7 +129,10 @@ class Engine:
         self._experts_read = 0  # bytes, while decode steps ran
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
         self._multiplied = [0] * len(self.lanes)  # weight bytes, by each compute lane so far
-        self._prompt_experts = 0  # that steps with rows of prompts chose, over all layers
+        # Of the experts that steps with rows of prompts chose, over all layers: what a processor
+        # computed, and each card.
+        self._prompt_experts = 0
+        self._prompt_on_cards = [0] * len(settings.cards)
         self._rope_cache: tuple[np.ndarray, float] | None = None
         self._shares_of: int | None = None  # the placement that `_nbytes_per_step` is about
         self._nbytes_per_step: list[int] = []
@@ -208,8 +219,11 @@ class Engine:
             is_emulated=emulated is not None,
             may_shrink=emulated is not None or self.settings.headroom is not None,
         )
-        # Room for blocks that may come to RAM later is pinned, and so taken, where cards are here.
+        # Room for blocks that may come to RAM later is pinned, and so taken, where cards are here;
+        # so is the ring that they may come through.
         touched = self.layout.weights_nbytes - first.weights_nbytes + self.layout.landing_nbytes
+        if self.settings.are_cards_here:
+            touched += self.layout.num_slots * self.layout.slot_nbytes - first.slots_nbytes
         if emulated is not None:  # cards' memory is here, too
             touched = sum(card.total_nbytes for card in first.cards)
         check_room(self.layout.budget_start + first.total_nbytes + touched)
@@ -440,6 +454,10 @@ class Engine:
             self._experts_read += experts.read_nbytes
         else:
             self._prompt_experts += self.gauges.newest_use()[1]
+            on_cards = self.gauges.newest_on_cards()
+            self._prompt_on_cards = [
+                sum(both) for both in zip(self._prompt_on_cards, on_cards, strict=True)
+            ]
         seconds = time.monotonic() - began
         for number, nbytes in enumerate(self._step_nbytes(placement)):
             self._multiplied[number] += nbytes
@@ -456,7 +474,8 @@ class Engine:
             _crossings_s(crossed_before, self.gauges.crossed()),
         )
         self._unreported.append((self.step, retired, self.crew.lengths(step.plan.phase)))
-        self.batch.give_results(step, self._logits, placement.context_tokens, seconds)
+        took = DecodeStep(placement.placement_id, placement.predicted_step_s or None, seconds)
+        self.batch.give_results(step, self._logits, placement.context_tokens, took)
 
     def _follow_script(self, plan: StepPlan) -> None:
         """Let other programs take of the emulated machine what the script says."""
@@ -654,11 +673,15 @@ class Engine:
                 used.chosen + self._prompt_experts
             ) * experts.nbytes
             held = self.placement.experts_on_cards
-            for part in self.placement.cards:  # hit alike, as they hold hot ones and cold alike
+            # Tokens hit cards alike, as they hold hot ones and cold alike.
+            for part, of_prompts in zip(self.placement.cards, self._prompt_on_cards, strict=True):
                 share = used.on_cards * part.num_experts // held if held else 0
-                multiplied[self.placement.number_of(part.lane)] += share * experts.nbytes
+                multiplied[self.placement.number_of(part.lane)] += (
+                    share + of_prompts
+                ) * experts.nbytes
         use = used._replace(read_nbytes=self._experts_read)  # of prompts not
-        return LaneUse(self.gauges.lane_use(multiplied), use)
+        overrun_s = {} if self.emulator is None else self.emulator.overrun_s()
+        return LaneUse(self.gauges.lane_use(multiplied), use, overrun_s)
 
     def lane_use(self, sequence: Sequence) -> dict[str, tuple[float, int]]:
         """Per lane, busy seconds and bytes while a finished request ran (others' work included)."""

@@ -72,6 +72,7 @@ class Gauges:
         self._cards = (
             [] if layout.is_emulated else [layout.lanes.index(c.lane) for c in layout.cards]
         )
+        self._num_cards = len(layout.cards)
         self._routes = [
             arena.view(
                 layout.scratch["routes"] + number * layout.route_nbytes,
@@ -165,10 +166,13 @@ class Gauges:
             spec.name: (busy[spec.name][0], multiplied[number])
             for number, spec in enumerate(self._lanes)
         }
-        read = sum(
-            int(self._disk[field])
-            for field in (disk.SWEEP_NBYTES, disk.GATHER_NBYTES, disk.EXPERT_NBYTES)
+        moved_by_disk = (  # of loading, too: so come blocks that a change of plan brings to RAM
+            disk.LOAD_NBYTES,
+            disk.SWEEP_NBYTES,
+            disk.GATHER_NBYTES,
+            disk.EXPERT_NBYTES,
         )
+        read = sum(int(self._disk[field]) for field in moved_by_disk)
         for name, fields in self._links.items():
             moved = int(fields[links.SWEEP_NBYTES]) + int(fields[links.MOVED_NBYTES])
             use[name] = (busy[name][0], moved)
@@ -191,6 +195,15 @@ class Gauges:
         """(in RAM, all) of the different experts that the newest step chose, over all layers."""
         resident = sum(int(route[t.NUM_RESIDENT]) for route in self._routes)
         return resident, sum(int(route[t.NUM_CHOSEN]) for route in self._routes)
+
+    def newest_on_cards(self) -> list[int]:
+        """Of each card, the different experts that it computed in the newest step, over all layers:
+        those that live there, and in steps with rows of a prompt those that were brought, too."""
+        places = [route[t.CARD_PLACES : t.CARD_PLACES + t.MAX_CARDS + 1] for route in self._routes]
+        return [
+            sum(int(each[card + 1] - each[card]) for each in places)
+            for card in range(self._num_cards)
+        ]
 
     def expert_report(self) -> dict[str, Any]:
         """How experts are kept, and what guesses were worth, since the start."""

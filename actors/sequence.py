@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -38,6 +38,16 @@ class LaneUse:
 
     lanes: dict[str, tuple[int, int]]  # lane -> (busy ns, bytes)
     experts: ExpertUse = NO_EXPERTS
+    # of an emulated lane, its seconds that this machine took beyond what was to be emulated
+    overrun_s: Mapping[str, float] = field(default_factory=dict)
+
+
+class DecodeStep(NamedTuple):
+    """A step that carried one token of a request; seconds are of the clock here."""
+
+    placement_id: int
+    predicted_s: float | None  # of the machine that is planned for; None: not known
+    seconds: float
 
 
 class TextSink(Protocol):
@@ -102,9 +112,10 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.is_cancelled = False
         self.is_heard = False  # the listener has had the last output
-        self.decode_seconds: list[float] = []  # of each step that carried one token of it
+        self.decode_steps: list[DecodeStep] = []
         self._lane_use: Callable[[], LaneUse] = lambda: LaneUse({})
         self.use_before = LaneUse({})
+        self.use_at_first = LaneUse({})  # when its first token was there
         self.use_after = LaneUse({})
 
     @property
@@ -150,6 +161,7 @@ class Sequence:
         now = time.monotonic()
         if not self.generated:
             self.timing.first_token = now
+            self.use_at_first = self._lane_use()
         self.generated.append(token)
         self.pending.append(token)
         if token in self.eos:

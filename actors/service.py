@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import statistics
 import tempfile
 import threading
 import time
@@ -27,6 +26,7 @@ from shadowlane.actors.engine import Engine, EngineError
 from shadowlane.actors.hosts import Host
 from shadowlane.actors.machine import hardware_fingerprint
 from shadowlane.actors.requests import described_profile
+from shadowlane.actors.run_report import stats_of
 from shadowlane.actors.sequence import Sequence
 from shadowlane.actors.spec import Chunk, ServiceSpec
 from shadowlane.actors.timeline import make_timeline
@@ -34,15 +34,11 @@ from shadowlane.ops.sampling import SamplingParams
 from shadowlane.ops.sources import source_key
 from shadowlane.ops.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
 from shadowlane.paths import cache_dir, last_timeline_path
-from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
-from shadowlane.planner.explain import plan_report, tiers
-from shadowlane.planner.explain_cards import card_report, card_tiers
+from shadowlane.planner.explain import plan_report
+from shadowlane.planner.explain_cards import card_report
 from shadowlane.planner.heat import Heat, heat_from_json, merged
-from shadowlane.planner.hit_rate import with_measured
-from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Profile
-from shadowlane.planner.simulate import simulate
 
 BESIDE_S = 1.5  # of measuring the disk beside compute lanes, which take a moment to begin
 EARLY_CANCELS = 1024  # names kept of requests that were cancelled before they came
@@ -377,90 +373,7 @@ class Service:
             raise ValueError("there is nothing to report before the first request")
         if not sequence.is_over:
             raise ValueError("the newest request is still running: its figures come at its end")
-        timing = sequence.timing
-        if not timing.started:
-            raise ValueError("the newest request ended before its first step: it has no figures")
-        placement = engine.placement
-        generated = len(sequence.generated)
-        scale = engine.slowed  # seconds here for one second of what is told
-        decode_s = (timing.ended - timing.first_token) / scale
-        prefill_s = (timing.first_token - timing.started) / scale
-        new_tokens = len(sequence.prompt) - timing.cached_tokens
-        window = max(1e-9, timing.ended - timing.started)
-        lanes = {
-            name: {
-                "busy_s": busy / scale,
-                "busy_pct": round(min(100.0, 100 * busy / window), 1),
-                "nbytes": nbytes,
-            }
-            for name, (busy, nbytes) in engine.lane_use(sequence).items()
-        }
-        predicted = placement.predicted_step_s
-        experts = engine.expert_use(sequence)
-        at_hits_s = None
-        if experts is not None and experts["hit_rate"] is not None:
-            rate, tokens = experts["hit_rate"], generated - 1
-            catalog = with_measured(engine.catalog, placement.expert_slots, rate, tokens)
-            at_hits_s = at_hits_of(catalog, placement, self._profile)
-        # what streams is read at every step; of experts it is what was read
-        read: int | None = sum(
-            engine.blueprint.catalog.blocks[index].held_nbytes for index in placement.sweep
-        )
-        if experts is not None:
-            of_experts = experts["read_nbytes_per_token"]
-            read = None if of_experts is None else read + of_experts
-        steps = sequence.decode_seconds
-        return {
-            "prompt_tokens": len(sequence.prompt),
-            "cached_tokens": timing.cached_tokens,
-            "completion_tokens": generated,
-            "finish_reason": sequence.finish_reason,
-            # Of prompts emulation says too little: see docs/calibration.md.
-            "ttft_s": (timing.first_token - timing.submitted)
-            if generated and engine.emulator is None
-            else None,
-            "prefill_tok_per_s": new_tokens / prefill_s
-            if generated and prefill_s > 0 and engine.emulator is None
-            else None,
-            "prefill_s": prefill_s if generated else None,
-            "decode_tok_per_s": (generated - 1) / decode_s
-            if generated > 1 and decode_s > 0
-            else None,
-            "load_s": engine.load_s,
-            "plan": {
-                "plan_id": placement.placement_id,
-                "replans": engine.shadow.replans,
-                "predicted_decode_tok_per_s": 1 / predicted if predicted else None,
-                "tiers": (card_tiers if placement.cards else tiers)(
-                    engine.blueprint.catalog, placement
-                ),
-                "strategy": placement.strategy,
-                "read_nbytes_per_token": read,
-                "arena_nbytes": placement.total_nbytes,
-                "expanded_nbytes": placement.expanded_nbytes,
-                "ram_budget": placement.ram,
-            },
-            "lanes": lanes,
-            "experts": experts,
-            "bottleneck": bottleneck(lanes),
-            "emulated": engine.emulator is not None,
-            "slowed": scale,
-            "overrun_s": engine.emulator.overrun_s() if engine.emulator is not None else None,
-            "predicted_step_s": predicted or None,
-            "predicted_at_hits_step_s": at_hits_s,  # with the hits that there were
-            "measured_step_s": statistics.median(steps) / scale if steps else None,
-            "notes": list(
-                dict.fromkeys(
-                    [
-                        *engine.notes,
-                        *engine.shadow.notes,
-                        *engine.to_come(),
-                        *_cut_short(sequence),
-                    ]
-                )
-            ),
-            "decisions": list(engine.shadow.decisions),
-        }
+        return stats_of(engine, sequence, self._profile)
 
     def process_ids(self) -> dict[str, int]:
         """Process of the engine, each lane and the planner."""
@@ -503,29 +416,6 @@ def _is_later_turn(prompt: Prompt) -> bool:
     return not isinstance(prompt, str) and any(
         isinstance(message, dict) and message.get("role") == "assistant" for message in prompt
     )
-
-
-def _cut_short(sequence: Sequence) -> tuple[str, ...]:
-    limit = sequence.params.max_tokens
-    if sequence.finish_reason != "length" or len(sequence.generated) == limit:
-        return ()
-    held = len(sequence.prompt) + len(sequence.generated)
-    return (f"the answer ends because the context of {held} tokens is full; ask for a larger one",)
-
-
-def at_hits_of(catalog: Catalog, placement: Placement, profile: Profile | None) -> float | None:
-    """Predicted seconds of a decode step, had it been known how often experts are hit.
-
-    None with cards, of which a profile knows nothing.
-    """
-    if placement.cards:
-        return None
-    return simulate(catalog, placement, CostModel(profile)).step_s
-
-
-def bottleneck(lanes: dict[str, dict[str, Any]]) -> str:
-    """The busiest lane: what has to become faster, or do less, for the whole to be faster."""
-    return max(lanes, key=lambda name: lanes[name]["busy_s"])
 
 
 def profile_path(hardware: str, blueprint: Blueprint) -> Path:

@@ -60,6 +60,7 @@ class ShadowLink:
         self._commands: deque[ev.Command] = deque()
         self._to_move: deque[Placement] = deque()  # to be published, once they have what they need
         self._moves: Moves | None = None  # of the first of them
+        self._refused: int | None = None  # the newest placement that could not be
         self._waiting_for: list[Acknowledgement] = []
         self._follows = bool(settings.cards) and catalog.experts is not None
         self._unfollowed = 0  # decode steps since routers' choices were asked for
@@ -181,14 +182,18 @@ class ShadowLink:
         if isinstance(command, ev.Note):
             self.decisions.append(command.text)
         elif isinstance(command, ev.PublishPlacement):
-            self.decisions.append(command.reason)
+            self.decisions.append(f"plan {command.placement.placement_id} wanted: {command.reason}")
             self._to_move.append(command.placement)  # `talk` sees to what it needs
         elif isinstance(command, ev.AnnouncePlacement):
-            crew.switch(crew.published(command.placement_id))
+            placement = crew.published(command.placement_id)
+            crew.switch(placement)
             self.replans += 1
+            self.decisions.append(f"plan {placement.placement_id} begins: {placement.strategy}")
             self.note(ev.PlacementAnnounced(command.placement_id, step))
         elif isinstance(command, ev.RetirePlacement):
             retired = command.placement_id
+            if retired > crew.placement.placement_id and retired != self._refused:
+                self.decisions.append(f"plan {retired} was given up before it began")
             self._to_move = deque(p for p in self._to_move if p.placement_id != retired)
             if self._moves is not None and self._moves.placement.placement_id == retired:
                 self._moves.is_withdrawn = True
@@ -214,6 +219,7 @@ class ShadowLink:
         if moves.is_withdrawn:
             return
         if moves.why is not None:
+            self._refused = moves.placement.placement_id
             self.note(ev.PlacementRefused(moves.placement.placement_id, moves.why))
         else:
             self._waiting_for += self._crew.publish(moves.placement)

@@ -233,11 +233,15 @@ def run_prompt(each: Sized, name: str, length: int) -> dict[str, Any]:
     with LLM(each.pair.model, **settings) as llm:
         taken = []
         for _ in range(2):
-            answer = llm.generate(ids, SamplingParams(max_tokens=2, ignore_eos=True))[0]
+            began, answer = time.monotonic(), list[int]()
+            for chunk in llm.stream(ids, SamplingParams(max_tokens=2, ignore_eos=True)):
+                if not answer:
+                    first_s = time.monotonic() - began
+                answer += chunk.token_ids
             stats = llm.stats()
-            taken.append(stats["prefill_s"])
+            taken.append(first_s / stats["slowed"])
     return {
-        "token_ids": list(answer.token_ids),
+        "token_ids": answer,
         "prefill_s": taken[-1],
         "strategy": stats["plan"]["strategy"],
         "slowed": stats["slowed"],

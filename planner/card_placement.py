@@ -71,7 +71,7 @@ def place_on_cards(
     tokens = min(request.context or question.work.max_context, catalog.max_context)
     kv_pages = -(-tokens // catalog.page_tokens) * request.max_batch
     kv_nbytes = kv_pages * catalog.page_nbytes
-    homes = catalog_homes(catalog, request.pins, len(cards))
+    homes = catalog_homes(catalog, request.pins, len(cards), cards_route=request.cards_route)
     rooms = _budgets(cards, question, budgets)
     draft = Draft(catalog, plan, question, cards, rooms, kv_nbytes, homes)
     draft.fit_cards()
@@ -96,13 +96,17 @@ def place_on_cards(
     if expert_slots is not None and expert_slots * expert_nbytes > room:
         what = {f"{expert_slots} experts": expert_slots * expert_nbytes}
         raise InfeasiblePlan("a running engine keeps its experts", what, max(0, room))
-    least = min(needed, room // expert_nbytes) if expert_slots is None else expert_slots
+    least = expert_slots or 0
+    if experts is not None and expert_slots is None:
+        least = max(least_slots(experts), min(needed, room // expert_nbytes))
     kept = _keep_embedding(draft, resident, room - expert_nbytes * least)
     weights += kept
     if experts is None:
         expert_slots = 0
-    elif expert_slots is None:  # what is left is for experts that leave the cards one day
-        expert_slots = min(experts.total, (room - kept) // expert_nbytes)
+    elif expert_slots is None:  # what is left is for what leaves the cards one day: experts last
+        others = sum(part.weights_nbytes + part.kv_nbytes for part in parts)
+        more = room - kept - others
+        expert_slots = min(experts.total, max(least, more // expert_nbytes))
     experts_nbytes = expert_slots * expert_nbytes
     if experts is not None:
         most, may_come = most_kept(experts, expert_slots), None
@@ -165,7 +169,10 @@ def _budgets(
 ) -> list[int]:
     """Bytes of each card, in whole pages."""
     if asked is None:
-        rooms = [int(vram_room(card, question.state)) for card in question.machine.cards]
+        rooms = [
+            int(vram_room(card, question.state) + (card.ring_nbytes or 0.0))
+            for card in question.machine.cards
+        ]
     elif set(asked) != set(cards):
         raise ValueError(
             f"budgets must name {', '.join(cards) or 'no card'}; got {', '.join(asked) or 'none'}"

@@ -10,23 +10,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shadowlane.planner import events as ev
 from shadowlane.planner.card_placement import place_on_cards
 from shadowlane.planner.card_question import (
     OURS,
+    beside_rings,
     beside_subchunks,
     plan_over_cards,
     question_over_cards,
 )
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.following import Following
-from shadowlane.planner.hand_placement import OF_ONE
+from shadowlane.planner.hand_placement import OF_ONE, layers_note
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Plan, known_hits
 from shadowlane.planner.hybrid_layouts import Question, TooLarge
 from shadowlane.planner.hybrid_learning import StepMeasured
+from shadowlane.planner.hybrid_moves import moves
 from shadowlane.planner.hybrid_shadow import (
     Arrived,
     Command,
@@ -41,22 +43,15 @@ from shadowlane.planner.hybrid_shadow import (
 from shadowlane.planner.lifecycle import Placements, Record
 from shadowlane.planner.placement import InfeasiblePlan, Placement, Request, show_nbytes
 from shadowlane.planner.plan_of import plan_of
+from shadowlane.planner.promise import Promise, show_ms
 from shadowlane.planner.ram_watch import RamWatch
+from shadowlane.planner.rings import laid_out
 from shadowlane.planner.search import later_slots
 from shadowlane.planner.stages import first_stage, with_experts
 from shadowlane.planner.trial import Option, Settings
 
 STORY_ENTRIES = 12
 GROWTH = 1.5  # of a context, that makes the shadow think of longer ones
-
-
-@dataclass(slots=True)
-class _Expected:
-    """What was promised of a placement, until it has been measured."""
-
-    seconds: float
-    staying_s: float
-    measured: list[float]
 
 
 class CardPlanner:
@@ -72,7 +67,7 @@ class CardPlanner:
         self._ask(request)
         self._shadow: HybridShadow | None = None
         self._following: Following | None = None  # of a mixture
-        self._expected: dict[int, _Expected] = {}
+        self._promise = Promise(self.settings.min_steps_between)
         self._after: Placement | None = None  # what a first stage makes room for
         self._left = MemoryTaken(0.0)  # as the shadow has it
         self._taken = MemoryTaken(0.0)  # by other programs, beside what the budget gave way to
@@ -118,6 +113,7 @@ class CardPlanner:
                 Option.as_placed("taken over", event.placement), event.newest_id
             )
             self._ask(replace(self.request, subchunks=event.placement.subchunks))
+            self._machine = laid_out(self.catalog, self._machine, event.placement)
             self._open_shadow(event.placement)
         elif isinstance(event, ev.StepRetired):
             commands = self._step_retired(event)
@@ -140,7 +136,13 @@ class CardPlanner:
     def _begin(self) -> list[ev.Command]:
         plan, request = plan_over_cards(self.catalog, self.request)
         self._ask(request)
-        placement = self._exact(plan, question_over_cards(self.catalog, request))
+        question = question_over_cards(self.catalog, request)
+        if request.strategy == OURS and request.replan:
+            question, plan = beside_rings(self.catalog, question, plan)
+        placement = self._exact(plan, question)
+        notes = layers_note(self.model, request.strategy, request.strategy_layers)
+        placement = replace(placement, notes=(*notes, *placement.notes))
+        self._machine = laid_out(self.catalog, self._machine, placement)
         self._open_shadow(placement)
         return self.placements.publish(
             Option.as_placed(placement.strategy, placement), f"first plan: {placement.strategy}"
@@ -193,13 +195,14 @@ class CardPlanner:
         commands: list[ev.Command] = []
         if record.stage != "active":
             commands += self.placements.activate(event.placement_id)
+            commands += self._promise.of(record.placement)
             commands += self._activated(record)
         if event.phase != "decode" or event.rows != 1 or self._shadow is None:
             return commands
         if record.settling:
             record.settling -= 1
             return commands
-        commands += self._compare(event)
+        commands += self._promise.took(event)
         if self.placements.is_switching:
             return commands
         chosen = event.experts_chosen + event.experts_on_cards
@@ -244,8 +247,8 @@ class CardPlanner:
         self._following.is_exchanged = True
         reason = (
             f"routers choose other experts: {100 * proposal.hits_now:.0f} % of the chosen are on "
-            f"cards, {100 * proposal.hits:.0f} % would be; {_ms(staying_s)} a step if nothing "
-            f"changes, {_ms(seconds)} with {proposal.num_moved} experts exchanged"
+            f"cards, {100 * proposal.hits:.0f} % would be; {show_ms(staying_s)} a step if nothing "
+            f"changes, {show_ms(seconds)} with {proposal.num_moved} experts exchanged"
         )
         return self.placements.publish(
             Option.as_placed(active.strategy, stage or placement), reason
@@ -260,28 +263,12 @@ class CardPlanner:
         if self._after is not None:
             after, self._after = self._after, None
             return self.placements.publish(
-                Option.as_placed(after.strategy, after), f"second stage of {after.strategy}"
+                Option.as_placed(after.strategy, after),
+                f"second stage of {after.strategy}, {show_ms(after.predicted_step_s)}",
             )
         self._shadow.handle(Arrived())
         self._shadow.plan = plan_of(self.catalog, record.placement, self.model)
         return []
-
-    def _compare(self, event: ev.StepRetired) -> list[ev.Command]:
-        """Say once what a new placement was expected to take, and takes."""
-        expected = self._expected.get(event.placement_id)
-        if expected is None:
-            return []
-        expected.measured.append(event.seconds)
-        if len(expected.measured) < self.settings.min_steps_between:
-            return []
-        del self._expected[event.placement_id]
-        got = sorted(expected.measured)[len(expected.measured) // 2]
-        return [
-            ev.Note(
-                f"placement {event.placement_id}: {_ms(expected.seconds)} a step expected, "
-                f"{_ms(got)} measured; {_ms(expected.staying_s)} before"
-            )
-        ]
 
     def _ram_looked(self, event: ev.RamLooked) -> list[ev.Command]:
         active = self.active_placement
@@ -324,13 +311,13 @@ class CardPlanner:
             return []
         return self.placements.publish(
             Option.as_placed(placement.strategy, placement),
-            "memory has changed while a plan was on its way: back to what runs",
+            "memory has changed while a plan was on its way: back to what runs, "
+            f"{show_ms(placement.predicted_step_s)} as {placement.strategy}",
         )
 
     def _refused(self, event: ev.PlacementRefused) -> list[ev.Command]:
         if self.placements.record(event.placement_id) is None:
             return []
-        self._expected.pop(event.placement_id, None)
         self._after = None
         if self._shadow is not None:
             self._shadow.handle(Refused())
@@ -338,7 +325,7 @@ class CardPlanner:
             if active is not None:
                 self._shadow.plan = plan_of(self.catalog, active, self.model)
         commands = self.placements.refuse(event.placement_id)
-        return [*commands, ev.Note(f"placement {event.placement_id} cannot be: {event.why}")]
+        return [*commands, ev.Note(f"plan {event.placement_id} cannot be: {event.why}")]
 
     def _obey(self, commands: Sequence[Command]) -> list[ev.Command]:
         """The newest plan that is moved for or switched to, as a placement on its way."""
@@ -371,20 +358,14 @@ class CardPlanner:
         stage = first_stage(self.catalog, active, placement)
         self._after = None if stage is None else placement
         placement_now = stage or placement
-        reason = f"what runs does not fit any more: {placement.strategy}"
+        why = "what runs does not fit any more"
         if explained is not None:
-            reason = (
-                f"{explained.why}: {_ms(staying_s)} a step if nothing changes, "
-                f"{_ms(placement.predicted_step_s)} as {placement.strategy}; moves "
-                f"{show_nbytes(round(explained.moved_nbytes))}"
-            )
-        published = self.placements.publish(
-            Option.as_placed(placement.strategy, placement_now), reason
+            why = f"{explained.why}: {show_ms(staying_s)} a step if nothing changes"
+        moved = show_nbytes(round(moves(question, staying, wanted).nbytes))
+        return self.placements.publish(
+            Option.as_placed(placement.strategy, placement_now),
+            f"{why}, {show_ms(placement.predicted_step_s)} as {placement.strategy}; moves {moved}",
         )
-        self._expected[self.placements.num_published + (stage is not None)] = _Expected(
-            placement.predicted_step_s, staying_s, []
-        )
-        return published
 
 
 def first_over_cards(catalog: Catalog, request: Request) -> Placement:
@@ -429,7 +410,3 @@ def _is_same(one: Placement, other: Placement) -> bool:
     return replace(one, placement_id=0, strategy="", notes=(), predicted_step_s=0.0) == replace(
         other, placement_id=0, strategy="", notes=(), predicted_step_s=0.0
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

@@ -7,6 +7,7 @@ a prompt, and the less room for them, since activations of its rows take RAM and
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from shadowlane.planner.catalog import Catalog
@@ -29,9 +30,12 @@ from shadowlane.planner.hybrid_layouts import (
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.pins import catalog_homes, check_pins_fit, pinned
 from shadowlane.planner.placement import Request
+from shadowlane.planner.rings import takes_experts, with_rings, without_unused
+from shadowlane.planner.search import TIE
 from shadowlane.planner.shortage import what_is_short
 
 PROMPT_TOKENS = 2.0  # of a prompt, for each token of an answer
+MOST_UNUSED = 0.03  # of a step: as much as a new plan must win
 OURS = "auto"  # the strategy that is searched for, not one of those by hand
 
 
@@ -40,6 +44,8 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
     assert request.machine is not None, "cards are planned for on a machine that is described"
     subchunks = request.subchunks or 1
     longer = catalog.with_subchunks(subchunks)
+    taken = longer.scratch_nbytes - catalog.scratch_nbytes
+    machine = within_budgets(request.machine, request, taken)
     model = pinned(
         # NOTE: a catalog calls its model by a fingerprint, which tells nobody anything.
         model_of(
@@ -47,9 +53,9 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
             "the model",
             is_ours=True,
             cards_route=request.cards_route,
-            brings_experts=True,
+            brings_experts=any(takes_experts(catalog, card) for card in machine.cards),
         ),
-        catalog_homes(catalog, request.pins, len(request.cards)),
+        catalog_homes(catalog, request.pins, len(request.cards), cards_route=request.cards_route),
     )
     context = min(request.context or DEFAULT_CONTEXT, model.max_context)
     work = Work(
@@ -61,8 +67,6 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
     rows = min(subchunks * catalog.subchunk_rows, context)
     attended = max(1, _prompt_tokens(catalog, request) // 2)  # of a row, on average
     prompt = Work("prefill", rows=rows, context=attended, max_context=context)
-    taken = longer.scratch_nbytes - catalog.scratch_nbytes
-    machine = within_budgets(request.machine, request, taken)
     check_pins_fit(model, work, machine)
     hits = known_hits(catalog, model)
     prompts = Prompts(prompt, PROMPT_TOKENS / rows)
@@ -110,6 +114,30 @@ def plan_over_cards(catalog: Catalog, request: Request) -> tuple[Plan, Request]:
 
     best = _best_count(counts, seconds)
     return (plan if best == counts[0] else near[best].plan), replace(request, subchunks=best)
+
+
+def beside_rings(catalog: Catalog, question: Question, plan: Plan) -> tuple[Question, Plan]:
+    """The question with a ring on each card, for an engine whose plans may change, and its plan.
+
+    A ring to which nothing comes yet is left out where it would slow steps down by `MOST_UNUSED`.
+    """
+    asked = with_rings(catalog, question, plan)
+    seconds = question.answer(plan).seconds
+    found: list[tuple[float, Question, Plan]] = []
+    if asked.fits(plan):
+        found.append((asked.answer(plan).seconds, asked, plan))
+        if found[0][0] <= seconds * (1.0 + TIE):
+            return asked, plan
+    for each in (asked, with_rings(catalog, question, plan, is_least=True)):
+        with suppress(TooLarge):
+            answer = search(each)
+            found.append((answer.seconds, each, answer.plan))
+    if not found or min(s for s, _, _ in found) > seconds * (1.0 + MOST_UNUSED):
+        fewer = without_unused(asked, plan)
+        if fewer.fits(plan) or not found:
+            found.append((fewer.answer(plan).seconds, fewer, plan))
+    _, question, plan = min(found, key=lambda each: each[0])
+    return question, plan
 
 
 def request_s(catalog: Catalog, request: Request, count: int, answer: Answer) -> float:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from shadowlane.planner.brought_experts import Brought, Sources, dealt, disk_order
 from shadowlane.planner.catalog import Catalog, Group
-from shadowlane.planner.hybrid import NOTHING, Plan, Site, stage_nbytes, whole_on
+from shadowlane.planner.hybrid import NOTHING, Plan, Site, whole_on
 from shadowlane.planner.hybrid_layouts import PHASES, Question
 from shadowlane.planner.placement import (
     MIN_SLOTS,
@@ -23,6 +23,7 @@ from shadowlane.planner.placement import (
     whole_pages,
 )
 from shadowlane.planner.profile import Phase
+from shadowlane.planner.rings import card_slot_nbytes, most_slots
 from shadowlane.planner.sections import (
     Carry,
     Cuts,
@@ -32,8 +33,6 @@ from shadowlane.planner.sections import (
     shared_as,
     until_each,
 )
-
-EXPERT_RING_PART = 4  # of a card, that a ring may be where experts come
 
 
 class Draft:
@@ -62,17 +61,14 @@ class Draft:
         attns = sum(1 for group in catalog.groups if group.kind == "attn")
         self._kv_of_layer = Fraction(kv_nbytes, max(1, attns))
         comes = any(load.comes for load in question.model.loads)
-        self._slot_nbytes = [_slot_nbytes(catalog, budget, comes) for budget in budgets]
+        on = question.machine.cards
+        self._slot_nbytes = [card_slot_nbytes(catalog, card, comes=comes) for card in on]
+        self._is_laid_out = [card.ring_nbytes is not None for card in on]
         self._most_slots = [
-            max(MIN_SLOTS, min(int(stage_nbytes(card)), budget) // slot)
-            for card, budget, slot in zip(
-                question.machine.cards, budgets, self._slot_nbytes, strict=True
-            )
+            most_slots(card, slot, budget)
+            for card, slot, budget in zip(on, self._slot_nbytes, budgets, strict=True)
         ]
-        self._able = [
-            MIN_SLOTS * slot <= budget
-            for slot, budget in zip(self._slot_nbytes, budgets, strict=True)
-        ]
+        self._able = [most > 0 for most in self._most_slots]
         expert = catalog.experts.slot_nbytes if catalog.experts else 0
         self._takes_experts = [
             can and expert <= slot for can, slot in zip(self._able, self._slot_nbytes, strict=True)
@@ -231,12 +227,15 @@ class Draft:
         return sweeps
 
     def _slots(self) -> list[int]:
-        """Of each card's ring: enough for what comes in any phase, as far as there is room."""
+        """Of each card's ring: as it is laid out; where it is not yet, enough for what comes in any
+        phase, as far as there is room."""
         by_phase = [self._sweeps(phase) for phase in PHASES]
         longest = [max(map(len, sweeps)) for sweeps in zip(*by_phase, strict=True)]
         return [
-            max(MIN_SLOTS, min(most, length)) if length else 0
-            for most, length in zip(self._most_slots, longest, strict=True)
+            most if is_there else max(MIN_SLOTS, min(most, length)) if length else 0
+            for is_there, most, length in zip(
+                self._is_laid_out, self._most_slots, longest, strict=True
+            )
         ]
 
     def fit_cards(self) -> None:
@@ -405,18 +404,6 @@ class Draft:
             if group.kind == "router":
                 chooser = parts[0].lane
         return shares
-
-
-def _slot_nbytes(catalog: Catalog, budget: int, comes: bool) -> int:
-    """Of a card's ring, the same for all its plans, since it is laid out once.
-
-    comes: routed experts may be brought, too; then one has room in a slot, unless that makes the
-    ring too large a part of the card.
-    """
-    expert = catalog.experts.slot_nbytes if catalog.experts and comes else 0
-    if MIN_SLOTS * expert > budget // EXPERT_RING_PART:
-        return catalog.slot_nbytes
-    return max(catalog.slot_nbytes, expert)
 
 
 def _card_of(site: Site) -> int | None:

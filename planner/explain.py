@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from shadowlane.planner.bounds import bounds
-from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.catalog import Catalog, Experts, Group
 from shadowlane.planner.chunks import chunk_s
 from shadowlane.planner.cost import CostModel, Workload
 from shadowlane.planner.expanded import predicted_gain, why
@@ -55,6 +56,7 @@ def plan_report(
         "hardware": emulated,
         "budget": {"ram": placement.ram},
         "bytes": ram_parts(placement),
+        "weights": weight_nbytes(catalog),
         "tiers": tiers(catalog, placement),
         "read_nbytes_per_step": placement.read_nbytes_per_step,
         "num_slots": placement.num_slots,
@@ -125,14 +127,46 @@ def tiers(catalog: Catalog, placement: Placement) -> dict[str, int]:
     return {"ram": placement.weights_nbytes + placement.experts_nbytes, "disk": on_disk}
 
 
+def weight_nbytes(catalog: Catalog) -> dict[str, int]:
+    """Bytes of the model's matrices, and of the whole pages that they take in a tier."""
+    nbytes = sum(block.nbytes for block in catalog.blocks)
+    held = sum(block.held_nbytes for block in catalog.blocks)
+    if catalog.experts is not None:
+        nbytes += catalog.experts.total * catalog.experts.nbytes
+        held += catalog.experts.total * catalog.experts.held_nbytes
+    return {"nbytes": nbytes, "held_nbytes": held}
+
+
+def experts_in_ram(experts: Experts, slots: int, on_cards: Sequence[int]) -> list[int]:
+    """Of each layer, how many of `slots` are its own on average; on_cards: what cards hold of it.
+
+    What is on no card comes first, and layers share alike.
+    """
+    missing = [experts.per_layer - held for held in on_cards]
+    left = max(0, slots - sum(missing))
+    found = _shared(min(slots, sum(missing)), missing)
+    return [own + more for own, more in zip(found, _shared(left, on_cards), strict=True)]
+
+
+def _shared(count: int, weights: Sequence[int]) -> list[int]:
+    """`count` in whole parts by `weights`, none above its weight where the sum is not."""
+    total, ends = sum(weights), [0]
+    for until in accumulate(weights):
+        ends.append(count * until // total if total else 0)
+    return [end - begin for begin, end in pairwise(ends)]
+
+
 def _row(catalog: Catalog, placement: Placement, group: Group) -> dict[str, Any]:
     held = sum(catalog.blocks[i].held_nbytes for i in group.blocks)
     kept = sum(catalog.blocks[i].held_nbytes for i in group.blocks if placement.resident[i])
     if group.kind == "experts" and catalog.experts is not None:
-        experts = catalog.experts
-        held = experts.per_layer * experts.held_nbytes
-        kept = held * placement.expert_slots // experts.total
-        why = "stay in RAM" if kept == held else "the most useful stay, the chosen are read"
+        experts, layers = catalog.experts, catalog.sparse_groups
+        slots = experts_in_ram(experts, placement.expert_slots, [0] * len(layers))
+        own = slots[layers.index(group)]
+        kept = own * experts.slot_nbytes
+        held = kept + (experts.per_layer - own) * experts.held_nbytes
+        is_whole = own == experts.per_layer
+        why = "stay in RAM" if is_whole else "the most useful stay, the chosen are read"
     elif not group.blocks:
         tied = "rows of lm_head are gathered" if group.kind == "embed" else "keys and values in RAM"
         why = tied

@@ -7,7 +7,7 @@ from typing import Any
 
 from shadowlane.planner.card_question import question_over_cards
 from shadowlane.planner.catalog import Catalog, Group
-from shadowlane.planner.explain import busy_percent, ram_parts
+from shadowlane.planner.explain import busy_percent, experts_in_ram, ram_parts, weight_nbytes
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
 from shadowlane.planner.pins import catalog_homes
 from shadowlane.planner.placement import Placement, Request
@@ -23,7 +23,9 @@ def card_report(
     """
     request = replace(request, subchunks=placement.subchunks)
     question = question_over_cards(catalog, request)
-    homes = catalog_homes(catalog, request.pins, len(request.cards))
+    homes = catalog_homes(
+        catalog, request.pins, len(request.cards), cards_route=request.cards_route
+    )
     plan = plan_of(catalog, placement, question.model)
     decode = question.times(plan)
     prompts = question.prompts
@@ -56,6 +58,8 @@ def card_report(
                 for card in placement.cards
             },
         },
+        "weights": weight_nbytes(catalog),
+        "copies_nbytes": copies_nbytes(catalog, placement),
         "tiers": card_tiers(catalog, placement),
         "read_nbytes_per_step": placement.read_nbytes_per_step,
         "num_slots": placement.num_slots,
@@ -103,27 +107,36 @@ def card_tiers(catalog: Catalog, placement: Placement) -> dict[str, int]:
     return {"ram": ram + placement.experts_nbytes, **there, "disk": on_disk}
 
 
+def copies_nbytes(catalog: Catalog, placement: Placement) -> int:
+    """Bytes in RAM of weights that are on cards too."""
+    on_cards = {index for card in placement.cards for index in card.resident}
+    twice = _nbytes(catalog, [index for index in on_cards if placement.resident[index]])
+    if catalog.experts is not None:
+        more = placement.expert_slots + placement.experts_on_cards - catalog.experts.total
+        twice += max(0, more) * catalog.experts.slot_nbytes
+    return twice
+
+
 def _nbytes(catalog: Catalog, blocks: tuple[int, ...] | list[int]) -> int:
     return sum(catalog.held_nbytes(index) for index in blocks)
 
 
 def _row(catalog: Catalog, placement: Placement, group: Group, is_pinned: bool) -> dict[str, Any]:
-    held = _nbytes(catalog, group.blocks)
-    kept = _nbytes(catalog, [index for index in group.blocks if placement.resident[index]])
+    in_ram = {index for index in group.blocks if placement.resident[index]}
+    kept = _nbytes(catalog, list(in_ram))
     parts: dict[str, int] = {}
-    brought = 0
+    brought, on_cards = 0, set[int]()
     for card in placement.cards:
         there = set(card.resident).intersection(group.blocks)
+        on_cards |= there
         parts[card.lane] = _nbytes(catalog, list(there))
         brought += _nbytes(catalog, list(set(card.decode_sweep).intersection(group.blocks)))
+    twice = _nbytes(catalog, list(in_ram & on_cards))
+    on_disk = _nbytes(catalog, list(set(group.blocks) - in_ram - on_cards))
     if group.kind == "experts" and catalog.experts is not None:
-        experts = catalog.experts
-        layer = catalog.sparse_groups.index(group)
-        held = experts.per_layer * experts.held_nbytes
-        for card in placement.cards:
-            parts[card.lane] = len(card.experts_of(layer)) * experts.held_nbytes
-        kept = held * placement.expert_slots // experts.total
-        kept = min(kept, held - sum(parts.values()))
+        parts, kept, twice, on_disk = _experts(catalog, placement, group)
+    held = kept + sum(parts.values()) - twice + on_disk
+    why = _why(group, held, kept - twice, sum(parts.values()), brought, twice)
     return {
         "group": group.name,
         "kind": group.kind,
@@ -131,21 +144,49 @@ def _row(catalog: Catalog, placement: Placement, group: Group, is_pinned: bool) 
         "nbytes": held,
         "ram_nbytes": kept,
         "vram_nbytes": parts,
-        "disk_nbytes": max(0, held - kept - sum(parts.values())),
+        "disk_nbytes": on_disk,
+        "copies_nbytes": twice,
         "lanes": {
             share.lane: [share.first_unit, share.last_unit]
             for share in placement.shares[group.name]
         },
         "units": group.units,
-        "why": _why(group, held, kept, sum(parts.values()), brought) + ", pinned" * is_pinned,
+        "why": why + ", pinned" * is_pinned,
     }
 
 
-def _why(group: Group, held: int, in_ram: int, on_cards: int, brought: int) -> str:
+def _experts(
+    catalog: Catalog, placement: Placement, group: Group
+) -> tuple[dict[str, int], int, int, int]:
+    """Of a layer's experts: bytes on each card, in RAM, of these on a card too, only on disk."""
+    experts, layers = catalog.experts, catalog.sparse_groups
+    assert experts is not None, "the group has some"
+    on_cards = [
+        sum(len(card.experts_of(layer)) for card in placement.cards) for layer in range(len(layers))
+    ]
+    layer = layers.index(group)
+    in_ram = experts_in_ram(experts, placement.expert_slots, on_cards)[layer]
+    missing = experts.per_layer - on_cards[layer]
+    parts = {
+        card.lane: len(card.experts_of(layer)) * experts.slot_nbytes for card in placement.cards
+    }
+    twice, on_disk = max(0, in_ram - missing), max(0, missing - in_ram)
+    slot = experts.slot_nbytes
+    return parts, in_ram * slot, twice * slot, on_disk * experts.held_nbytes
+
+
+_WITHOUT_WEIGHTS = {
+    "attn": "keys and values are where they are computed",
+    "embed": "rows of lm_head are gathered",
+}
+
+
+def _why(group: Group, held: int, in_ram: int, on_cards: int, brought: int, twice: int) -> str:
+    """in_ram: bytes that are there alone; twice: that are on a card too."""
     if group.kind == "experts":
-        return _why_experts(held, in_ram, on_cards)
+        return _why_experts(held, in_ram, on_cards) + ", copies of some in RAM" * (twice > 0)
     if not group.blocks:
-        return "keys and values are where they are computed" if group.kind == "attn" else "in RAM"
+        return _WITHOUT_WEIGHTS.get(group.kind, "in RAM")
     found = []
     if on_cards:
         found.append("lives on a card" if on_cards >= held else "part lives on a card")
@@ -155,6 +196,8 @@ def _why(group: Group, held: int, in_ram: int, on_cards: int, brought: int) -> s
         found.append("computed in RAM" if not found else "the rest is computed in RAM")
     if held > in_ram + on_cards:
         found.append("the rest streams off the disk")
+    if twice:
+        found.append("a copy in RAM gives rows of the embedding")
     return ", ".join(found) or "in RAM"
 
 

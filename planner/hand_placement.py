@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from shadowlane.planner.card_placement import place_on_cards
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.hybrid import Plan
+from shadowlane.planner.hybrid import Model, Plan
 from shadowlane.planner.hybrid_layouts import (
     PIPELINED,
     Question,
@@ -22,6 +22,9 @@ from shadowlane.planner.hybrid_layouts import (
     split_moe,
 )
 from shadowlane.planner.placement import Placement, Request
+from shadowlane.planner.shortage import what_a_layout_lacks
+
+EVERY_LAYER = 10**6  # what stands for all of them
 
 # Those with a number of layers; of the others there is one.
 OF_LAYERS: Mapping[str, Callable[[Question, int], Plan | None]] = {
@@ -79,12 +82,66 @@ def plan_by_hand(question: Question, strategy: str, layers: int | None = None) -
     else:
         if layers < 0:
             raise ValueError(f"layers must be at least 0; got {layers}")
-        layers = min(layers, num_layers(question.model))  # more: all, as llama.cpp has it
+        layers = min(layers, most_layers(question.model, strategy))  # more: all, as llama.cpp's
         plan = OF_LAYERS[strategy](question, layers)
     if plan is None:
-        setting = "" if layers is None else f" {layers}"
-        raise TooLarge(f"{strategy}{setting} must fit {question.machine.name}; it does not")
+        raise TooLarge(_too_large(question, strategy, layers))
     return plan
+
+
+def most_layers(model: Model, strategy: str) -> int:
+    """The largest number that a layout takes: the head is one more, but has no experts."""
+    return num_layers(model) - strategy.startswith("cpu-moe")
+
+
+def layers_note(model: Model, strategy: str, layers: int | None) -> tuple[str, ...]:
+    """What is to be said of a number of layers that the model does not have."""
+    if (
+        strategy not in OF_LAYERS
+        or layers is None
+        or layers <= (most := most_layers(model, strategy))
+    ):
+        return ()
+    if strategy.startswith("cpu-moe"):
+        if layers == EVERY_LAYER:
+            return ()
+        return (f"n_cpu_moe {layers} is more than the {most} layers of the model: all of them",)
+    return (
+        f"gpu_layers {layers} is more than the {most} there are, {most - 1} layers and the head: "
+        "all of them",
+    )
+
+
+def _too_large(question: Question, strategy: str, layers: int | None) -> str:
+    """How much is wanted, how much there is, and what to change."""
+    setting = "" if layers is None else f" {layers}"
+    hints = ["a smaller ctx_size", "more gpu_memory or RAM"]
+    if strategy in OF_ONE:
+        return _does_not_fit(question, strategy, OF_ONE[strategy], hints)
+    numbers = range(most_layers(question.model, strategy) + 1)
+    fitting = [n for n in numbers if layers is not None and OF_LAYERS[strategy](question, n)]
+    if fitting:
+        nearest = min(fitting, key=lambda n: abs(n - (layers or 0)))
+        hints.insert(0, f"{strategy} {nearest}")
+    # without a number, what wants the least of cards
+    least = numbers[-1] if strategy.startswith("cpu-moe") else 0
+    wanted = least if layers is None else layers
+
+    def of_layers(roomy: Question) -> Plan | None:
+        return OF_LAYERS[strategy](roomy, wanted)
+
+    return _does_not_fit(question, f"{strategy}{setting}", of_layers, hints)
+
+
+def _does_not_fit(
+    question: Question, name: str, made: Callable[[Question], Plan | None], hints: list[str]
+) -> str:
+    lacks = what_a_layout_lacks(question, made)
+    *others, last = hints
+    return (
+        f"{name} must fit {question.machine.name}; it wants {lacks}: "
+        f"take {', '.join(others)} or {last}"
+    )
 
 
 def _missing_for(question: Question, strategy: str) -> str | None:

@@ -27,6 +27,9 @@ class Card:
     d2h_bytes_per_s: float
     launch_s: float  # what each group costs beside its bytes and operations
     crossing_s: float  # handing one small activation to or from the processor
+    # of an engine that runs, see `laid_out.py`: the ring, whatever plans bring; None: no engine
+    # runs, and a plan that brings anything has room for it
+    ring_nbytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,9 @@ class Hardware:
     ram_nbytes: float
     reserved_nbytes: float  # system, interpreter, desktop
     disk_bytes_per_s: float  # large direct reads
+    # of an engine that runs, see `laid_out.py`; None: none does
+    ring_nbytes: float | None = None  # for what is read, where anything is
+    experts_nbytes: float | None = None  # slots for routed experts, whatever is in them
 
 
 def with_small_matrices(machine: Hardware, nbytes: float) -> Hardware:
@@ -56,12 +62,36 @@ def with_small_matrices(machine: Hardware, nbytes: float) -> Hardware:
     return replace(machine, cards=cards, cpu_launch_s=launch_s)
 
 
+LAID_OUT = frozenset({"ring_nbytes", "experts_nbytes"})  # in no file
+
 RATES = frozenset(
     field.name
     for kind in (Card, Hardware)
     for field in fields(kind)
     if field.name.endswith(("_per_s", "flops"))
 )
+
+
+# (least, most, unit) of figures: one outside is in other units, or of no machine there is.
+_TIMES = (0.0, 0.1, "seconds")
+_RATES = (1e6, 1e14, "bytes per second")
+_OPERATIONS = (1e8, 1e18, "operations per second")
+_SIZES = (1e6, 1e15, "bytes")
+PLAUSIBLE: Mapping[str, tuple[float, float, str]] = {
+    name: next(
+        limits
+        for end, limits in (
+            ("bytes_per_s", _RATES),
+            ("flops", _OPERATIONS),
+            ("_nbytes", _SIZES),
+            ("_s", _TIMES),
+        )
+        if name.endswith(end)
+    )
+    for kind in (Card, Hardware)
+    for name in (field.name for field in fields(kind))
+    if name not in ("name", "cards")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +141,7 @@ def _figures(
 ) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise ValueError(f"{where} must hold keys and values; got {data!r}")
-    wanted = [field.name for field in fields(kind) if field.name not in without]
+    wanted = [field.name for field in fields(kind) if field.name not in LAID_OUT.union(without)]
     unknown = [str(key) for key in data if key not in wanted]
     missing = [name for name in wanted if name not in data]
     if unknown:
@@ -126,7 +156,17 @@ def _figures(
             found[name] = data[name]
         else:
             found[name] = _figure(data[name], f"{name} of {where}", is_rate=name in RATES)
+            _check_unit(name, found[name], where)
     return found
+
+
+def _check_unit(name: str, value: float, where: str) -> None:
+    least, most, unit = PLAUSIBLE[name]
+    if value and not least <= value <= most:
+        raise ValueError(
+            f"{name} of {where} must be in {unit}, which is {least:g} to {most:g} of any machine; "
+            f"got {value:g}"
+        )
 
 
 def _figure(entry: Any, where: str, is_rate: bool) -> float:

@@ -279,8 +279,11 @@ def demand(
     ram = model.fixed_ram_nbytes
     reads = False
     kvs = all_kv_nbytes(model, work)
-    for whole, kv, site in zip(model.wholes, kvs, plan.sites, strict=True):
-        ram += whole * site.ram + kv * (1.0 - site.vram)
+    has_slots = machine.experts_nbytes is not None
+    for load, whole, kv, site in zip(model.loads, model.wholes, kvs, plan.sites, strict=True):
+        if not (has_slots and load.experts):
+            ram += whole * site.ram
+        ram += kv * (1.0 - site.vram)
         reads = reads or (whole > 0.0 and site.vram + site.ram < 1.0 - NOTHING)
         moved = site.brought > 0.0 or site.brought_prefill > 0.0
         if moved or site.vram:
@@ -288,7 +291,7 @@ def demand(
                 vram[card] += (whole + kv) * site.vram * part
                 brings[card] |= moved and part > 0.0
     stages = tuple(
-        stage_nbytes(card) if each else 0.0 for card, each in zip(cards, brings, strict=True)
+        more_for_stage(card) if each else 0.0 for card, each in zip(cards, brings, strict=True)
     )
     ring = disk_ring_nbytes(model, machine, state) if reads else 0.0
     held = tuple(have + stage for have, stage in zip(vram, stages, strict=True))
@@ -324,18 +327,31 @@ def fits(model: Model, plan: Plan, work: Work, machine: Hardware, state: Conditi
 
 def stage_nbytes(card: Card) -> float:
     """Room on a card for what is brought there, where anything is."""
+    if card.ring_nbytes is not None:
+        return card.ring_nbytes
     return min(STAGE_NBYTES, card.vram_nbytes / STAGE_PART)
+
+
+def more_for_stage(card: Card) -> float:
+    """What of `vram_room` a plan needs that brings anything: none of it where a ring is there."""
+    return 0.0 if card.ring_nbytes is not None else stage_nbytes(card)
 
 
 def disk_ring_nbytes(model: Model, machine: Hardware, state: Conditions = CALM) -> float:
     """Room in RAM for what is read ahead, where anything is."""
+    if machine.ring_nbytes is not None:
+        return machine.ring_nbytes
     room = ram_room(machine, state) - model.fixed_ram_nbytes
     return min(DISK_RING_NBYTES, max(0.0, room) / DISK_RING_PART)
 
 
 def vram_room(card: Card, state: Conditions = CALM) -> float:
-    return max(0.0, card.vram_nbytes - card.reserved_nbytes - state.vram_taken_nbytes)
+    """Bytes for what lives on a card; beside its ring where one is laid out."""
+    held = card.reserved_nbytes + (card.ring_nbytes or 0.0)
+    return max(0.0, card.vram_nbytes - held - state.vram_taken_nbytes)
 
 
 def ram_room(machine: Hardware, state: Conditions = CALM) -> float:
-    return max(0.0, machine.ram_nbytes - machine.reserved_nbytes - state.ram_taken_nbytes)
+    """Bytes for what lives in RAM; beside slots for experts where they are laid out."""
+    held = machine.reserved_nbytes + (machine.experts_nbytes or 0.0)
+    return max(0.0, machine.ram_nbytes - held - state.ram_taken_nbytes)

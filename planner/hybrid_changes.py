@@ -14,7 +14,7 @@ from shadowlane.planner.hybrid import (
     Model,
     Plan,
     all_kv_nbytes,
-    stage_nbytes,
+    more_for_stage,
     whole_on,
 )
 from shadowlane.planner.hybrid_layouts import (
@@ -308,4 +308,4 @@ def beside_stages(question: Question, spread: Spread) -> list[float]:
     """`free_nbytes` less what is brought takes up on each card."""
     free = free_nbytes(question, spread)
     cards = question.machine.cards
-    return [have - stage_nbytes(card) for have, card in zip(free, cards, strict=True)]
+    return [have - more_for_stage(card) for have, card in zip(free, cards, strict=True)]

@@ -163,13 +163,18 @@ def settle(
         else:
             dense += whole * (1.0 - vram)
             room -= kv * (1.0 - vram)
-    if reads or room < dense + experts:
+    slots = question.machine.experts_nbytes
+    if reads or room < dense + (experts if slots is None else 0.0):
         room -= disk_ring_nbytes(model, question.machine, question.state)
     if room < 0:
         return None
     dense_kept = min(1.0, room / dense) if dense else 1.0
+    if slots is not None and dense_kept < 1.0 - NOTHING:
+        return None  # lanes of a mixture read experts alone
     room = max(0.0, room - dense)
+    room = room if slots is None else slots
     experts_kept = min(1.0, room / experts) if experts else 1.0
+    closed = [card for card, each in enumerate(question.machine.cards) if each.ring_nbytes == 0.0]
     known: dict[tuple[object, ...], Site] = {}  # layers repeat, and plans with few sites play fast
     sites: list[Site] = []
     for load, vram, over, in_decode, in_prefill in zip(
@@ -180,6 +185,8 @@ def settle(
         kept = experts_kept if load.experts else _KEPT.get(load.home, dense_kept)
         if load.is_undivided or load.is_joined:  # any experts may come, whatever is chosen
             in_decode, in_prefill = 0.0, in_prefill if load.comes else 0.0
+        if any(over[card] for card in closed):  # there is no ring, and there will be none
+            in_decode = in_prefill = 0.0
         key = (vram, kept, in_decode, over, in_prefill)
         if key not in known:
             is_off = vram < 1.0
@@ -195,7 +202,7 @@ def settle(
 
 
 def _with_routers(model: Model, spread: Spread, prefill: Sequence[float]) -> Spread:
-    """The same, with routers on a card only where that saves crossings.
+    """The same, with routers on a card only where that saves crossings, or where they are pinned.
 
     What comes before a router is all on its card then, and so is what comes between it and its
     experts; of these all, or some of them and all of the next group. Where prompts have all of them
@@ -203,7 +210,7 @@ def _with_routers(model: Model, spread: Spread, prefill: Sequence[float]) -> Spr
     """
     vram, over = spread.vram, spread.over
     for experts, router in enumerate(model.routers):
-        if router is None or not vram[router]:
+        if router is None or not vram[router] or model.loads[router].home is not None:
             continue
         whole = [whole_on(vram[at], over[at]) for at in range(router - 1, experts + 2)]
         before, card, *between, of_experts, after = whole
@@ -544,8 +551,9 @@ def by_hand(question: Question) -> dict[str, Answer]:
         kinds["layer-stream"] = (lambda n: layer_stream(question, n), layers)
         kinds["attention-gpu"] = (lambda _: attention_gpu(question), 0)
         if any(load.experts for load in model.loads):
-            kinds["cpu-moe"] = (lambda n: cpu_moe(question, n), layers)
-            kinds["cpu-moe, KV in RAM"] = (lambda n: cpu_moe(question, n, kv=False), layers)
+            without_head = layers - 1  # which has no experts
+            kinds["cpu-moe"] = (lambda n: cpu_moe(question, n), without_head)
+            kinds["cpu-moe, KV in RAM"] = (lambda n: cpu_moe(question, n, kv=False), without_head)
             kinds["layer-split + cpu-moe"] = (lambda n: split_moe(question, n), layers)
     has_prompts = any(work.phase == "prefill" for work in question.works)
     found: dict[str, Answer] = {}

@@ -90,7 +90,7 @@ def _price_experts(
         missing = chosen - on_cards
         there, here = on_cards + missing * part_brought, missing * (1.0 - part_brought)
         sides_s = _sides(load.nbytes, flops, there, here, site.over, rates)
-        if load.is_joined and site.vram + part_brought > 0.0:  # even where it only adds up
+        if load.is_joined and (adds_up or site.vram + part_brought > 0.0):  # even if no more
             least_s = rates.cards[adds_up - 1].launch_s if adds_up else rates.cpu_launch_s
             least_s = max(sides_s[adds_up], least_s)
             sides_s = (*sides_s[:adds_up], least_s, *sides_s[adds_up + 1 :])

@@ -16,7 +16,6 @@ from shadowlane.planner.hybrid import Model, Work, all_kv_nbytes, ram_room, vram
 from shadowlane.planner.placement import InfeasiblePlan, show_nbytes
 
 Named = Sequence[tuple[str, GroupKind]]
-OURS: tuple[GroupKind, ...] = ("embed", "router")  # kinds that our processors compute, never cards
 NEVER_ON_DISK: Mapping[GroupKind, str] = {
     "attn": "keys and values are in memory",
     "router": "routers stay in RAM",
@@ -75,21 +74,27 @@ def _why_not(kind: GroupKind, home: str, fixed: Sequence[GroupKind]) -> str | No
     return NEVER_ON_DISK.get(kind) if home == "disk" else None
 
 
-def catalog_homes(catalog: Catalog, pins: Mapping[str, str], cards: int) -> dict[str, str]:
-    """`homes_of` the groups of our own engine."""
+def catalog_homes(
+    catalog: Catalog, pins: Mapping[str, str], cards: int, *, cards_route: bool = False
+) -> dict[str, str]:
+    """`homes_of` the groups of our own engine. cards_route: cards may compute routers."""
     if not pins:
         return {}
     groups = [(group.name, group.kind) for group in catalog.groups]
-    homes = homes_of(groups, pins, cards, OURS)
-    movable = ("attn", "experts") if cards else ()  # without blocks, but with a choice of home
+    fixed: tuple[GroupKind, ...] = ("embed",) if cards_route else ("embed", "router")
+    homes = homes_of(groups, pins, cards, fixed)
+    movable: tuple[GroupKind, ...] = ()  # without blocks, but with a choice of home
+    if cards:
+        movable = ("attn", "experts", "router") if cards_route else ("attn", "experts")
     for pattern in pins:
         held = [catalog.group(name) for name, _ in matching(groups, pattern) if name in homes]
         if not any(group.blocks or group.kind in movable for group in held):
             raise ValueError(f"pin '{pattern}' must match a group with weights; it matches none")
-    on_disk = sorted(name for name, home in homes.items() if home == "disk")
+    on_disk = [pattern for pattern, home in pins.items() if home == "disk"]
     if catalog.experts is not None and on_disk:
         raise ValueError(
-            f"the dense parts of a mixture stay in RAM; got a pin of {on_disk[0]} to disk"
+            f"pin '{on_disk[0]}' must name gpu:<n> or cpu: dense parts of a mixture are never "
+            "left on disk; got disk"
         )
     return homes
 

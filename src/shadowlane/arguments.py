@@ -39,6 +39,21 @@ def whole_number(name: str, value: Any, least: int, most: int | None = None) -> 
     return number
 
 
+def number(name: str, value: Any, least: float, most: float) -> float:
+    """`value` as a float. Raises ValueError; True and False are no numbers."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number; got {shown(value)}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be from {least:.0f} to {most:.0f}; got {value:g}")
+    return float(value)
+
+
+def file_name(name: str, value: Any) -> str | Path:
+    if not isinstance(value, str | Path) or not str(value):
+        raise ValueError(f"{name} must be the path of a file; got {shown(value)}")
+    return value
+
+
 def switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False; got {shown(value)}")
@@ -126,11 +141,12 @@ def check_routing(model: Any, trace: Any, replay: Any) -> None:
     from shadowlane.planner.routing_files import READ_ENDINGS, WRITTEN_ENDINGS, check_ending
 
     if replay is not None:
+        replay = file_name("replay_routing", replay)
         check_ending(Path(replay), READ_ENDINGS, "replay_routing")
         with Path(replay).open("rb"):
             pass
     if trace is not None:
-        path = Path(trace)
+        path = Path(file_name("trace_routing", trace))
         check_ending(path, WRITTEN_ENDINGS, "trace_routing")
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"trace_routing must be a file in a directory that exists; got {path}")

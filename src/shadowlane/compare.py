@@ -18,7 +18,7 @@ from typing import Any
 
 from shadowlane.actors.emulation import Hidden, World
 from shadowlane.compare_world import Arena, Bounds, Job, Setting, Timed, as_our_lanes_do
-from shadowlane.planner.hand_placement import OF_LAYERS, OF_ONE
+from shadowlane.planner.hand_placement import OF_LAYERS, OF_ONE, most_layers
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import Model, Plan, Work
 from shadowlane.planner.hybrid_layouts import (
@@ -26,12 +26,12 @@ from shadowlane.planner.hybrid_layouts import (
     Question,
     TooLarge,
     layer_stream,
-    num_layers,
     streamed,
 )
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import HybridShadow, WorkChanged
 from shadowlane.planner.recorded_hits import RecordedHits
+from shadowlane.planner.shortage import what_is_short
 
 OURS, STATIC = "shadowlane", "static"
 BY_HAND = (*OF_ONE, *OF_LAYERS)
@@ -142,7 +142,10 @@ def _round(
         else:
             reached.append(found)
     if not reached:
-        raise TooLarge(f"one of {', '.join(strategies)} must fit {arena.machine.name}; none does")
+        short = what_is_short(arena.stated(job.work(job.chunks()[-1])))
+        raise TooLarge(
+            f"one of {', '.join(strategies)} must fit {arena.machine.name}; none does: {short}"
+        )
     return Round(job, arena.bounds(job), tuple(reached), tuple(left_out))
 
 
@@ -188,7 +191,7 @@ def _settings(question: Question, strategy: str) -> Iterator[Plan]:
         plans = [OF_ONE[strategy](question)]
     else:
         of = OF_LAYERS[strategy]
-        counts = range(num_layers(question.model) + 1)
+        counts = range(most_layers(question.model, strategy) + 1)
         plans = [of(question, layers) for layers in counts]
         if strategy == "layer-stream":
             plans += [layer_stream(question, layers, all_kv=True) for layers in counts]

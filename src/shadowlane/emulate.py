@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shadowlane.arguments import one_of, whole_number
+from shadowlane.arguments import file_name, number, one_of, switch, whole_number
+from shadowlane.disturbances import disturbances
 from shadowlane.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from shadowlane.actors.spec import CardSettings, Emulated
-    from shadowlane.planner.hardware import Conditions, Hardware
+    from shadowlane.planner.hardware import Hardware
 
 STRATEGIES = (
     "auto",
@@ -24,8 +25,7 @@ STRATEGIES = (
     "cpu-moe",
     "cpu",
 )
-EVERY_LAYER = 10**6  # more than any model has
-PARTS = ("cpu", "gpu", "link", "disk")  # of a machine that other programs may take
+MOST_SLOWED = 1e6
 
 
 def emulated_machine(
@@ -51,9 +51,9 @@ def emulated_machine(
     from shadowlane.actors.spec import SMALL, CardSettings, Emulated
     from shadowlane.shapes import load_hardware  # with YAML, which other commands need not wait for
 
-    machine = load_hardware(Path(hardware))
-    if not 0.0 <= fixed_costs <= 1.0:
-        raise ValueError(f"fixed_costs must be from 0 to 1; got {fixed_costs:g}")
+    fixed_costs = number("fixed_costs", fixed_costs, 0.0, 1.0)
+    slowed = None if slowed is None else number("slowed", slowed, 1.0, MOST_SLOWED)
+    machine = load_hardware(Path(file_name("hardware", hardware)))
     machine = replace(
         machine,
         cpu_launch_s=machine.cpu_launch_s * fixed_costs,
@@ -66,15 +66,13 @@ def emulated_machine(
             for card in machine.cards
         ),
     )
-    if slowed is not None and not 1.0 <= slowed <= 1e6:
-        raise ValueError(f"slowed must be from 1 to 1000000; got {slowed:g}")
     emulated = Emulated(
         machine,
         seed=0 if seed is None else whole_number("emulate_seed", seed, 0),
         is_hidden=seed is not None,
         slowed=slowed,
         small_nbytes=SMALL * fixed_costs,
-        script=tuple(sorted((_disturbance(each) for each in disturb), key=lambda item: item[0])),
+        script=disturbances(disturb, machine),
     )
     cards = tuple(CardSettings(nbytes) for nbytes in card_memory(machine, gpu_memory))
     return cards, emulated
@@ -87,6 +85,7 @@ def strategy_of(
     n_cpu_moe: int | None,
 ) -> tuple[str, int | None]:
     """(name, layers) of the layout that is asked for. Raises ValueError for two that contradict."""
+    cpu_moe = switch("cpu_moe", cpu_moe)
     asked = {
         "strategy": strategy not in (None, "auto"),
         "gpu_layers": gpu_layers is not None,
@@ -99,10 +98,12 @@ def strategy_of(
     if gpu_layers is not None:
         return "layer-split", whole_number("gpu_layers", gpu_layers, 0)
     if cpu_moe:
+        from shadowlane.planner.hand_placement import EVERY_LAYER
+
         return "cpu-moe", EVERY_LAYER
     if n_cpu_moe is not None:
         return "cpu-moe", whole_number("n_cpu_moe", n_cpu_moe, 0)
-    return one_of("strategy", strategy or "auto", STRATEGIES), None
+    return one_of("strategy", "auto" if strategy is None else strategy, STRATEGIES), None
 
 
 def card_memory(machine: Hardware, asked: str | int | None) -> list[int]:
@@ -116,6 +117,8 @@ def card_memory(machine: Hardware, asked: str | int | None) -> list[int]:
             "gpu_memory must be sizes where a hardware file describes the cards; left out, it is "
             f"all that the file does not reserve; got {asked}"
         )
+    if not rooms and any(str(part).strip() != "0" for part in parts):
+        raise ValueError(f"gpu_memory must be 0: {machine.name} has no card; got {asked}")
     if len(parts) not in (1, len(rooms)):
         raise ValueError(
             f"gpu_memory must be one size, or one for each of {len(rooms)} cards; got {asked}"
@@ -134,35 +137,4 @@ def sizes_of_cards(asked: str | None, machine: Hardware) -> int | list[int] | No
     """What `what_if` takes, of what was typed; 0 stands on a machine without cards too."""
     if asked is None or asked.strip() == "0":
         return None if asked is None else 0
-    if not machine.cards:
-        raise ValueError(f"gpu_memory must be 0: {machine.name} has no card; got {asked}")
     return card_memory(machine, asked)
-
-
-def _disturbance(text: str) -> tuple[int, Conditions]:
-    from shadowlane.planner.hardware import Conditions
-
-    when, colon, what = text.partition(":")
-    if not colon or not when.isdigit():
-        raise ValueError(f"disturb must be TOKENS:WHAT=PART,...; got {text!r}")
-    taken: dict[str, Any] = {}
-    for entry in filter(None, what.split(",")):
-        name, equals, value = entry.partition("=")
-        if name in ("vram", "ram") and equals:
-            taken[f"{name}_taken_nbytes"] = float(parse_size(value, f"disturb {name}"))
-        elif name in PARTS and equals:
-            taken[name] = _part(value, text)
-        else:
-            known = ", ".join((*PARTS, "vram", "ram"))
-            raise ValueError(f"disturb must name {known} with =; got {entry!r} in {text!r}")
-    try:
-        return int(when), Conditions(**taken)
-    except ValueError as error:
-        raise ValueError(f"disturb {text!r}: {error}") from None
-
-
-def _part(value: str, text: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError(f"disturb must give numbers; got {value!r} in {text!r}") from None

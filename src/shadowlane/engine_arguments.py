@@ -14,6 +14,7 @@ from shadowlane.arguments import (
     DTYPES,
     KV_NAMES,
     MAX_SPIN_US,
+    file_name,
     lane_shares,
     named_pins,
     one_of,
@@ -136,10 +137,8 @@ def spec_of(path: Path, asked: EngineArguments) -> ServiceSpec:
         subchunks=None
         if asked.subchunks is None
         else whole_number("subchunks", asked.subchunks, 1),
-        trace_routing=None if asked.trace_routing is None else Path(asked.trace_routing).absolute(),
-        replay_routing=None
-        if asked.replay_routing is None
-        else Path(asked.replay_routing).absolute(),
+        trace_routing=_path("trace_routing", asked.trace_routing),
+        replay_routing=_path("replay_routing", asked.replay_routing),
         expert_policy=None
         if asked.expert_policy is None
         else policy_named(asked.expert_policy).name,
@@ -159,8 +158,8 @@ def _machine(
     if hardware is not None:
         how["seed"] = how.pop("emulate_seed")
         return (*emulated_machine(hardware, gpu_memory, fixed_costs=fixed_costs, **how), None)
-    for name, value in how.items():
-        if value not in (None, ()):
+    for name, value in (how | {"fixed_costs": None if fixed_costs == 1.0 else fixed_costs}).items():
+        if value is not None and value not in ((), []):
             raise ValueError(f"{name} needs hardware, the machine that is to be emulated")
     if gpu_memory is None or str(gpu_memory).strip() == "0":
         return (), None, None
@@ -171,6 +170,10 @@ def _machine(
 
     cards, measured = cards_here(gpu_memory, model)
     return cards, None, measured
+
+
+def _path(name: str, asked: str | Path | None) -> Path | None:
+    return None if asked is None else Path(file_name(name, asked)).absolute()
 
 
 def _ram(asked: str | int | None, emulated: Emulated | None) -> tuple[int, int | None]:

@@ -130,6 +130,7 @@ class LLM:
         arguments = locals()
         self._engine: Any = None
         self._cluster: Cluster | None = None
+        self._about: dict[str, Any] | None = None  # of the model, once it is loaded
         self._closed: deque[Any] = deque(maxlen=KEPT_CLOSED)  # streams that may not have ended yet
         tell = check_progress(progress)
         switch("dashboard", dashboard)
@@ -170,8 +171,9 @@ class LLM:
 
         engine, self._engine = self._engine, None
         if engine is not None and ray.is_initialized():
-            with suppress(Exception):  # it is going away in any case
-                ray.get(engine.call.remote("close"), timeout=10)
+            if self._about is not None:  # else there is nothing to be kept of it
+                with suppress(Exception):  # it is going away in any case
+                    ray.get(engine.call.remote("close"), timeout=10)
             ray.kill(engine)
         if self._cluster is not None:
             self._cluster.leave()
@@ -192,20 +194,24 @@ class LLM:
                 break  # the call itself will say what went wrong
         return _get(reference)
 
+    def _known(self, name: str) -> Any:
+        assert self._about is not None, "the constructor returns once the model is loaded"
+        return self._about[name]
+
     # -- text
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._about["has_chat_template"])
+        return bool(self._known("has_chat_template"))
 
     @property
     def vocab_size(self) -> int:
-        return int(self._about["vocab_size"])
+        return int(self._known("vocab_size"))
 
     @property
     def context_tokens(self) -> int:
         """Tokens that one conversation may hold."""
-        return int(self._about["context_tokens"])
+        return int(self._known("context_tokens"))
 
     def generate(
         self,

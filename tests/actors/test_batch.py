@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shadowlane.actors.batch import Batch, Step, common_prefix
-from shadowlane.actors.sequence import Sequence
+from shadowlane.actors.sequence import DecodeStep, Sequence
 from shadowlane.actors.spec import Options
 from shadowlane.ops.sampling import SamplingParams
 
 VOCAB = 32
+STEP = DecodeStep(1, 0.1, 0.1)
 
 
 def sequence(prompt: list[int], reuses_cache: bool = False, max_tokens: int = 2) -> Sequence:
@@ -27,7 +28,7 @@ def admit(batch: Batch, *sequences: Sequence) -> None:
 def run(batch: Batch) -> Step:
     step = batch.form_step()
     rows = len(step.plan.logit_rows)
-    batch.give_results(step, np.zeros((max(1, rows), VOCAB), np.float32), 1000, 0.1)
+    batch.give_results(step, np.zeros((max(1, rows), VOCAB), np.float32), 1000, STEP)
     return step
 
 
@@ -75,7 +76,7 @@ def cuts(batch: Batch, of: Sequence, alone: int, beside: int) -> list[int]:
         elif rows:
             found.append(rows)
         logits = np.zeros((max(1, len(step.plan.logit_rows)), VOCAB), np.float32)
-        batch.give_results(step, logits, 1000, 0.1)
+        batch.give_results(step, logits, 1000, STEP)
     return found
 
 

@@ -539,3 +539,27 @@ def test_an_emulated_lane_takes_the_time_of_the_experts_that_it_computes(
             counts = np.array([len(chosen) - sum(map(len, held)), *map(len, held)])
             assert np.allclose(taken[:, layer], counts * experts.nbytes / 1e9)
         assert (taken[1:] > 0).any()
+
+
+@pytest.mark.parametrize("brings", [False, True])
+def test_experts_of_prompts_are_counted_for_who_computed_them(
+    tiny_model: Callable[..., Path], tmp_path: Path, brings: bool
+) -> None:
+    """The processor and the card together have multiplied all that was chosen."""
+    routing = tmp_path / "routes.jsonl"
+    settings = on_cards(3, 1, brings=brings)
+    with running(tiny_model(MANY), options=OPTIONS, trace_routing=routing, **settings) as run:
+        now = run.engine
+        sequence = run.submit(PROMPT, 3)  # chunks of 24 and 17 rows, then two of one
+        collect(sequence)
+        experts = now.blueprint.catalog.experts
+        assert experts is not None
+        dense = now._step_nbytes(now.placement)
+        use = now.lane_use(sequence)
+        routed = {
+            lane.name: use[lane.name][1] - 4 * nbytes
+            for lane, nbytes in zip(now.lanes, dense, strict=True)
+        }
+    chosen = [len(ids) for step in read_trace(routing).passes() for _, ids in step.routes]
+    assert sum(routed.values()) == sum(chosen) * experts.nbytes
+    assert routed["gpu:0"] > 2 * max(chosen) * experts.nbytes, "of prompts, too"

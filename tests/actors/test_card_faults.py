@@ -10,13 +10,14 @@ from pathlib import Path
 import inprocess
 import pytest
 from cards import drawn, machine_with
-from inprocess import AMPLE, ONE_THREAD, InProcess, running
+from inprocess import AMPLE, ONE_THREAD, InProcess, collect, running
 from mortal import MortalScripted, collect_after_recovery, end_of, hear
 from test_card_experts import on_cards
 from test_experts_run import MANY
 from tiny import tiny_tokens
 
 from shadowlane.actors.blueprint import Options
+from shadowlane.actors.engine import EngineError
 from shadowlane.actors.spec import CardSettings, Emulated
 
 OPTIONS = Options(context=128, prefill_chunk=24)
@@ -134,3 +135,20 @@ def test_deaths_at_any_moment_while_plans_change(
             collect_after_recovery(engine, PROMPT, expected)
         assert running_now.error is None
         assert len(planner.announced) > 1, "plans have changed between the deaths"
+
+
+def test_experts_that_have_lost_their_slots_are_not_brought_out_of_them(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lanes that are started again are not given a placement that counts on these."""
+    monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
+    with running(tiny_model(MANY), options=OPTIONS, **on_cards(4, 1, brings=True)) as engine:
+        now = engine.engine
+        assert now.crew.mover.brought_experts(now.placement)
+        monkeypatch.setattr(now.crew.mover, "keep_sources", lambda placement: False)
+        request = engine.submit(PROMPT, max_tokens=80)
+        hear(request, 3)
+        remote(engine, "gpu:0").kill()  # type: ignore[attr-defined]
+        assert end_of(request).error == "gpu:0: its process died"
+        with pytest.raises((EngineError, AssertionError), match="must have slots in RAM"):
+            collect(engine.submit(PROMPT, max_tokens=4))

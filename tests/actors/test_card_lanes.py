@@ -126,6 +126,7 @@ def test_changing_what_lives_where_while_tokens_are_made_changes_none(
         planner, running_now = engine.planner, engine.engine
         assert planner is not None
         catalog = running_now.blueprint.catalog
+        before = running_now.lane_use_now().lanes
         for turn in range(1, 5):
             again = drawn(10 * seed + turn, 2, streams=streams)(catalog, running_now.request)
             planner.script.append((3 * turn, replace(again, placement_id=turn)))
@@ -134,6 +135,9 @@ def test_changing_what_lives_where_while_tokens_are_made_changes_none(
             if len(planner.announced) == 5:
                 break
         assert [placement for placement, _ in planner.announced] == [0, 1, 2, 3, 4]
+        for name, (busy, nbytes) in running_now.lane_use_now().lanes.items():
+            if name.startswith(("disk", "h2d")) and busy > before[name][0]:
+                assert nbytes > before[name][1], f"{name} was busy with nothing"
         for part, there in zip(
             running_now.placement.cards, running_now.crew.mover.card_homes, strict=True
         ):

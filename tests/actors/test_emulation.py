@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 
 from shadowlane.actors.emulation import WARM_LOSES, Hidden, Span, World, true_machine
-from shadowlane.actors.service import at_hits_of
+from shadowlane.actors.run_report import at_hits_of
 from shadowlane.planner.card_planner import first_over_cards
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware

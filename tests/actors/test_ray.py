@@ -279,6 +279,38 @@ def test_a_signal_while_ray_starts_leaves_nothing(
         assert os.listdir(place) == []
 
 
+def test_a_signal_does_not_wait_for_ray_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start takes many seconds on a busy machine. What runs of it by then is ended."""
+    from shadowlane.actors import cluster as clusters
+
+    seen: list[int] = []
+
+    def start(**_: object) -> None:
+        (directory,) = made
+        late = [sys.executable, "-c", "import time; time.sleep(600)", str(directory)]
+        seen.append(subprocess.Popen(late).pid)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the signal came at once")
+
+    make, made = clusters._make_session_directory, []
+
+    def make_session() -> clusters.Cluster:
+        session = make()
+        made.append(session.directory)
+        return session
+
+    monkeypatch.setattr("shadowlane.actors.cluster.is_joined", lambda: False)
+    monkeypatch.setattr("ray.init", start)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr(clusters, "_make_session_directory", make_session)
+    monkeypatch.setattr(clusters, "_set_environment", lambda environment: None)
+    with pytest.raises(KeyboardInterrupt):
+        join_cluster(None)
+    (late,) = seen
+    assert os.waitpid(late, 0)[1] == signal.SIGKILL
+    assert not made[0].exists()
+
+
 def processes_of(place: str) -> list[str]:
     """Processes that were started with a directory for their temporary files."""
     found = []

@@ -9,6 +9,7 @@ import yaml
 
 from shadowlane.emulate import emulated_machine, sizes_of_cards, strategy_of
 from shadowlane.engine_arguments import make_spec
+from shadowlane.ops.errors import ModelError
 from shadowlane.planner.hardware import CALM, Conditions
 from shadowlane.shapes import load_hardware
 from shadowlane.what_if import with_budgets
@@ -81,7 +82,23 @@ def test_fixed_costs_shrink_together() -> None:
         ({"disturb": ["cpu=0.4"]}, "disturb must be TOKENS:WHAT"),
         ({"disturb": ["3:moon=0.4"]}, "disturb must name cpu, gpu, link, disk, vram, ram"),
         ({"disturb": ["3:cpu=much"]}, "disturb must give numbers"),
-        ({"disturb": ["3:cpu=2"]}, "disturb '3:cpu=2': cpu must be in"),
+        ({"disturb": ["3:cpu=2"]}, "disturb cpu must be the part that is left, .*; got '3:cpu=2'"),
+        ({"disturb": ["3:cpu=nan"]}, "disturb cpu must be the part that is left"),
+        ({"disturb": ["3:cpu=-0.5"]}, "disturb cpu must be the part that is left"),
+        ({"disturb": ["3:cpu=0"]}, "disturb cpu must be the part that is left"),
+        (
+            {"disturb": ["3:vram=500GiB"]},
+            "disturb vram must be at most the 5.80 GiB of .*; got 500",
+        ),
+        ({"disturb": ["3:ram=33GiB"]}, "disturb ram must be at most the 32.0 GiB of .*; got 33.0"),
+        ({"disturb": ["3:vram=-1GiB"]}, "disturb vram must be a size .*; got '-1GiB'"),
+        ({"disturb": ["3:cpu=0.4,cpu=0.5"]}, "disturb must name cpu once; got '3:cpu=0.4,cpu"),
+        ({"disturb": ["3:cpu=0.4,"]}, "disturb must name cpu, gpu, .*; got '' in '3:cpu=0.4,'"),
+        ({"disturb": ["3:cpu=0.4", "3:gpu=1"]}, "disturb must name each token once; got '3:cpu"),
+        ({"disturb": ["0:cpu=0.4", "1:"]}, "disturb must name each token once; got '0:cpu"),
+        ({"disturb": ["-3:cpu=0.4"]}, "disturb must be TOKENS:WHAT"),
+        ({"disturb": [5]}, "disturb must be TOKENS:WHAT.*; got 5"),
+        ({"disturb": "3:cpu=0.4"}, "disturb must be a list of texts .*; got '3:cpu=0.4'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: dict, message: str) -> None:
@@ -96,6 +113,9 @@ def test_what_makes_no_sense_is_refused(arguments: dict, message: str) -> None:
         ({"hardware": "none", "strategy": "layer-split"}, "strategy needs a card to use; on RTX"),
         ({"hardware": "none", "gpu_layers": 3}, "gpu_layers needs a card to use; on RTX"),
         ({"hardware": None, "strategy": "cpu"}, "strategy needs hardware"),
+        ({"hardware": None, "fixed_costs": 0.5}, "fixed_costs needs hardware"),
+        ({"hardware": "none", "gpu_memory": "1GiB"}, "gpu_memory must be 0: RTX .* has no card"),
+        ({"hardware": "none", "disturb": ["3:gpu=0.5"]}, "disturb gpu needs a card; RTX .* none"),
     ],
 )
 def test_what_the_machine_does_not_have_is_refused(
@@ -115,3 +135,15 @@ def test_each_card_may_have_a_size_of_its_own() -> None:
     cards = with_budgets(machine, None, sizes).cards
     assert [card.vram_nbytes for card in cards] == [6 << 30, 4 << 30]
     assert with_budgets(machine, None, sizes_of_cards("0,0", machine)).cards == ()
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    text = LAPTOP.read_text()
+    for name in ("cpu_launch_s", "value"):
+        twice = tmp_path / f"{name}.yaml"
+        twice.write_text(
+            text.replace("cpu_bytes_per_s:\n", f"cpu_bytes_per_s:\n  {name}: 1.0\n", 1)
+        )
+        twice.write_text(twice.read_text() + f"\n{name}: 1\n" * (name != "value"))
+        with pytest.raises(ModelError, match=rf"{name} must be there once; it is in lines \d+ and"):
+            load_hardware(twice)

@@ -59,6 +59,32 @@ def test_variables_stand_for_arguments(
     assert "error: --ctx-size must be" in fails("run", model_dir, "-p", "x", "--ctx-size", 99)
 
 
+@pytest.mark.parametrize(
+    ("given", "raised", "shown"),
+    [
+        (("--cpu-moe",), "cpu-moe needs a mixture of experts", "error: --cpu-moe needs a mixture"),
+        (("--cpu-moe",), "cpu-moe 12 must fit a card", "error: --cpu-moe must fit a card"),
+        (("--n-cpu-moe", 4), "cpu-moe 4 must fit a card", "error: --n-cpu-moe 4 must fit a card"),
+        (("--gpu-layers", 4), "layer-split 4 must fit x", "error: --gpu-layers 4 must fit x"),
+        (("--strategy", "cpu-moe"), "cpu-moe needs x", "error: --strategy cpu-moe needs x"),
+        (("--strategy", "row-split"), "row-split needs x", "error: --strategy row-split needs x"),
+        (("--pin", "a=cpu"), "pins must agree: 'a' is", "error: --pin must agree: 'a' is"),
+        (("--pin", "a b=cpu"), "pin 'a b' must match x", "error: --pin 'a b' must match x"),
+        (("--disturb", "3:"), "disturb cpu must be x", "error: --disturb cpu must be x"),
+    ],
+)
+def test_layouts_pins_and_disturbances_have_their_flags(
+    fails: Fails,
+    engine: FakeEngine,
+    model_dir: Path,
+    given: tuple[str, ...],
+    raised: str,
+    shown: str,
+) -> None:
+    engine.start_error = ValueError(raised)
+    assert shown in fails("run", model_dir, "-p", "x", *given)
+
+
 def test_a_turn_that_fails_in_a_conversation_has_flags_too(
     fails: Fails, engine: FakeEngine, model_dir: Path
 ) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shadowlane.engine_arguments import make_spec
+from shadowlane.engine_arguments import EngineArguments, make_spec
 from shadowlane.llm import LLM, plan_model, profile_model
 from shadowlane.prompts import as_ids, as_messages, as_prompt, as_prompts, checked_params
 from shadowlane.quality import check_window
 
+LAPTOP = Path(__file__).parents[2] / "examples" / "hardware" / "rtx-3060-laptop-6gb.yaml"
 USER = {"role": "user", "content": "hi"}
 
 
@@ -67,6 +70,17 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dashboard": "yes"}, "dashboard must be True or False; got 'yes'"),
         ({"model": None}, "model must be a known name, .*; got None"),
         ({"model": ""}, "model must be a known name, .*; got ''"),
+        ({"hardware": 5}, "hardware must be the path of a file; got 5"),
+        ({"hardware": ""}, "hardware must be the path of a file; got ''"),
+        ({"hardware": LAPTOP, "disturb": "3:cpu=1"}, "disturb must be a list of texts"),
+        ({"hardware": LAPTOP, "disturb": 5}, "disturb must be a list of texts .*; got 5"),
+        ({"hardware": LAPTOP, "slowed": "2"}, "slowed must be a number; got '2'"),
+        ({"hardware": LAPTOP, "slowed": float("nan")}, "slowed must be from 1 to 1000000; got nan"),
+        ({"hardware": LAPTOP, "fixed_costs": None}, "fixed_costs must be a number; got None"),
+        ({"hardware": LAPTOP, "emulate_seed": 1.5}, "emulate_seed must be a whole number; got 1.5"),
+        ({"hardware": LAPTOP, "cpu_moe": "yes"}, "cpu_moe must be True or False; got 'yes'"),
+        ({"hardware": LAPTOP, "strategy": ""}, "strategy must be one of auto, .*; got ''"),
+        ({"hardware": LAPTOP, "gpu_memory": ["1GiB"]}, "gpu_memory must be a size such as"),
         ({"ram": "1\n" * 99}, r"ram must be a size such as 6GiB, 512MiB or 1.5GB; got '1\\n1"),
     ],
 )
@@ -79,6 +93,27 @@ def test_constructor_arguments(options: dict[str, Any], message: str) -> None:
         for function in (plan_model, profile_model):
             with pytest.raises(ValueError, match=re.escape(str(told.value))):
                 function(**arguments)
+
+
+class Odd:
+    """What no argument can be."""
+
+
+@pytest.mark.parametrize("hardware", [None, LAPTOP])
+@pytest.mark.parametrize("name", [field.name for field in fields(EngineArguments)])
+def test_no_argument_meets_a_type_that_it_does_not_know(name: str, hardware: Path | None) -> None:
+    for value in (Odd(), {"a": 1}, b"x"):
+        given = {"hardware": hardware, name: value}
+        with suppress(ValueError):  # in one line, and nothing else
+            make_spec(Path("x"), **given)
+    with pytest.raises(ValueError, match=rf"^{name}\b"):
+        make_spec(Path("x"), **{"hardware": hardware, name: Odd()})
+
+
+@pytest.mark.parametrize("name", ["trace_routing", "replay_routing"])
+def test_files_of_routing_are_paths(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be the path of a file; got 5"):
+        LLM("smollm2", **{name: 5})
 
 
 def test_what_is_done_is_told_before_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,18 +11,19 @@ from rich.console import Console, RenderableType
 from shadowlane import report
 from shadowlane.planner.card_planner import first_over_cards
 from shadowlane.planner.cost import CostModel
-from shadowlane.planner.explain import plan_report
+from shadowlane.planner.explain import experts_in_ram, plan_report, weight_nbytes
 from shadowlane.planner.explain_cards import card_report
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.placement import LaneSpec, Request
 from shadowlane.planner.search import place
-from shadowlane.planner.synthetic import llama_catalog
+from shadowlane.planner.synthetic import llama_catalog, mixture_catalog
+from shadowlane.report.plan import _group_part, _parts
 
 from .conftest import FakeEngine
 
 
-def text_of(renderable: RenderableType) -> str:
-    console = Console(file=io.StringIO(), width=200)
+def text_of(renderable: RenderableType, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(renderable)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -44,7 +45,7 @@ def test_a_plan_where_everything_fits_is_three_rows() -> None:
 @pytest.mark.parametrize("part", [0.4, 0.6, 0.9, 2.0])
 def test_the_rows_of_a_plan_cover_each_byte_once(part: float) -> None:
     plan = planned(part)
-    parts = report._parts(plan["groups"])
+    parts = _parts(plan["groups"])
     assert sum(row.nbytes["ram"] for row in parts) == plan["tiers"]["ram"]
     assert sum(row.nbytes["disk"] for row in parts) == plan["tiers"]["disk"]
     assert len(parts) <= 8
@@ -95,12 +96,6 @@ def test_what_is_on_cards_is_told_beside_what_is_in_ram() -> None:
     assert first.startswith("| m | 3.00 MiB | 1.00 MiB | 0 B |")
 
 
-def test_emulated_prompts_have_no_figure_for_programs_either() -> None:
-    stats = {**FakeEngine().stats(), "prefill_s": 0.5}
-    assert report.run_object("", [], stats)["prefill_s"] == 0.5
-    assert report.run_object("", [], {**stats, "emulated": True})["prefill_s"] is None
-
-
 @pytest.mark.parametrize("by_group", [False, True])
 def test_the_rows_of_a_plan_over_cards_cover_each_byte_once(by_group: bool) -> None:
     catalog = llama_catalog(layers=6)
@@ -115,8 +110,8 @@ def test_the_rows_of_a_plan_over_cards_cover_each_byte_once(by_group: bool) -> N
         pins={"^0.down": "cpu", "^1": "gpu:0"},
     )
     plan = card_report(catalog, first_over_cards(catalog, request), request, is_emulated=True)
-    parts = list(map(report._group_part, plan["groups"])) if by_group else None
-    parts = parts or report._parts(plan["groups"])
+    parts = list(map(_group_part, plan["groups"])) if by_group else None
+    parts = parts or _parts(plan["groups"])
     shown = {place: sum(part.nbytes[place] for part in parts) for place in parts[0].nbytes}
     assert sum(shown.values()) == sum(group["nbytes"] for group in plan["groups"])
     assert shown["gpu:0"] == plan["tiers"]["vram:0"]
@@ -129,6 +124,66 @@ def test_the_rows_of_a_plan_over_cards_cover_each_byte_once(by_group: bool) -> N
         assert "computed in RAM, pinned" in row
     else:
         assert any("down on cpu:0" in part.why for part in parts)
+
+
+MIXTURE = mixture_catalog(layers=3)
+
+
+@pytest.mark.parametrize(("in_ram", "on_card"), [(0.5, 0.2), (0.8, 0.5), (3.0, 0.5), (3.0, 1.5)])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_columns_of_a_plan_over_cards_add_up_to_what_stands_above_them(
+    is_tied: bool, in_ram: float, on_card: float
+) -> None:
+    """Copies among it, which are told apart."""
+    catalog = llama_catalog(layers=6, tied=True) if is_tied else MIXTURE
+    weights = weight_nbytes(catalog)["held_nbytes"]
+    card = Card("a card", 8e9, 0.0, 400e9, 20e12, 12e9, 12e9, 5e-6, 2e-5)
+    request = Request(
+        ram=round(in_ram * weights) + (8 << 20),
+        lanes=(LaneSpec("cpu:0", 1), LaneSpec("gpu:0", 1)),
+        context=64,
+        machine=Hardware("a machine", (card,), 40e9, 1e12, 2e-6, 50e9, 32e9, 0.0, 3e9),
+        cards=(round(on_card * weights),),
+    )
+    plan = card_report(catalog, first_over_cards(catalog, request), request, is_emulated=True)
+    parts = _parts(plan["groups"])
+    rows = list(map(_group_part, plan["groups"]))
+    shown = {place: sum(part.nbytes[place] for part in parts) for place in parts[0].nbytes}
+    assert shown == {place: sum(row.nbytes[place] for row in rows) for place in shown}
+    told = plan["bytes"]
+    assert shown["ram"] == told["weights"] + told["experts"] == plan["tiers"]["ram"]
+    assert shown["gpu:0"] == told["cards"]["gpu:0"]["weights"] + told["cards"]["gpu:0"]["experts"]
+    assert shown["disk"] == plan["tiers"]["disk"]
+    twice = sum(part.twice for part in parts)
+    assert twice == plan["copies_nbytes"]
+    assert sum(shown.values()) - twice == sum(group["nbytes"] for group in plan["groups"])
+    text = text_of(report.plan_report(plan))
+    assert ("copies of what is on cards" in text) == (twice > 0)
+    if in_ram == 3.0 and on_card > 0.2:
+        assert twice, "or the test shows nothing"
+
+
+@pytest.mark.parametrize("slots", range(25))
+def test_slots_of_experts_are_shared_out_to_the_last(slots: int) -> None:
+    experts = MIXTURE.experts
+    assert experts is not None
+    on_cards = [experts.per_layer, 2, 0]
+    in_ram = experts_in_ram(experts, slots, on_cards)
+    assert sum(in_ram) == slots
+    missing = [experts.per_layer - held for held in on_cards]
+    if slots <= sum(missing):
+        assert all(have <= need for have, need in zip(in_ram, missing, strict=True))
+
+
+def test_reasons_stand_below_a_table_that_is_too_wide() -> None:
+    wide, narrow = (text_of(report.plan_report(planned(0.6)), width) for width in (200, 70))
+    assert "(1)" not in wide
+    assert narrow.count("(2)") >= 2
+    for text in (wide, narrow):
+        assert "stays, part streams each step" in text
+        assert all(
+            len(line.rstrip()) <= (200 if text is wide else 70) for line in text.splitlines()
+        )
 
 
 def test_cards_that_are_here_are_not_called_emulated() -> None:
@@ -154,6 +209,28 @@ def test_cards_that_are_here_are_not_called_emulated() -> None:
     assert "beside it come activations and the driver's context" in text
     there = card_report(catalog, placement, request, is_emulated=True)
     assert "activations" not in text_of(report.plan_report(there))
+
+
+def test_each_plan_that_made_an_answer_is_told_with_what_it_promised_and_took() -> None:
+    plans = [
+        {"plan_id": 1, "steps": 1, "predicted_step_s": None, "measured_step_s": 0.005},
+        {"plan_id": 3, "steps": 20, "predicted_step_s": 0.004, "measured_step_s": 0.006},
+    ]
+    text = text_of(report.summary({**FakeEngine().stats(), "plans": plans}))
+    assert "plan 1, 1 token: - predicted, 5.0 ms measured" in text
+    assert "plan 3, 20 tokens: 4.0 ms predicted, 6.0 ms measured" in text
+    assert "plan 3," not in text_of(report.summary({**FakeEngine().stats(), "plans": plans[1:]}))
+
+
+@pytest.mark.parametrize(("over", "says"), [(5.0, None), (80.0, "--slowed 10 or"), (99.9, "40 or")])
+def test_an_emulation_that_is_overrun_says_so(over: float, says: str | None) -> None:
+    stats = {**FakeEngine().stats(), "emulated": True, "slowed": 2, "decode_overrun_pct": over}
+    text = text_of(report.summary(stats))
+    if says is None:
+        assert "too slow" not in text
+    else:
+        assert f"for {over:.0f} % of the time this machine was not through" in text
+        assert says in text
 
 
 def test_a_missing_figure_is_a_dash() -> None:
@@ -184,7 +261,8 @@ def test_hits_are_told_apart_from_what_was_read_ahead() -> None:
     cards = {**experts, "slots": 12, "on_cards": 6, "card_rate": 0.6, "hit_rate": 1.0}
     text = text_of(report.summary({**stats, "experts": cards}))
     assert (
-        "10 of 16 in RAM, 6 on cards with 60.0 % of the chosen; 100.0 % of the others were in RAM"
+        "12 of 16 in RAM (2 of them copies of those on cards), 6 on cards with 60.0 % of the "
+        "chosen; 100.0 % of the others were in RAM"
     ) in text
     none = {**experts, "early_hit_rate": 0.0}
     assert "read ahead" not in text_of(report.summary({**FakeEngine().stats(), "experts": none}))

@@ -6,73 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from card_engine import MACHINE, CardEngine
 
 from shadowlane.planner import events as ev
 from shadowlane.planner.card_planner import CardPlanner, first_over_cards
 from shadowlane.planner.catalog import Catalog, HitCurve
-from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.heat import Heat
 from shadowlane.planner.hybrid_layouts import TooLarge
-from shadowlane.planner.placement import LaneSpec, Placement, Request
-from shadowlane.planner.program import build_programs
+from shadowlane.planner.placement import LaneSpec, Request
 from shadowlane.planner.stages import first_stage
 from shadowlane.planner.synthetic import llama_catalog, mixture_catalog
-from shadowlane.planner.validate import validate
 
 MIB = 1 << 20
-CARD = Card("a card", 8e9, 0.0, 400e9, 20e12, 12e9, 12e9, 5e-6, 2e-5)
-MACHINE = Hardware("a machine", (CARD,), 40e9, 1e12, 2e-6, 50e9, 32e9, 0.0, 3e9)
-
-
-class Engine:
-    """Obeys at once: what is published is acknowledged by all lanes and announced."""
-
-    def __init__(self, planner: CardPlanner) -> None:
-        self.planner = planner
-        self.placements: list[Placement] = []
-        self.reasons: list[str] = []
-        self.notes: list[str] = []
-        self.step = 0
-        self.active = 0
-        self.obey(planner.handle(ev.EngineStarted()))
-
-    @property
-    def running(self) -> Placement:
-        return next(each for each in self.placements if each.placement_id == self.active)
-
-    def obey(self, commands: list[ev.Command]) -> None:
-        todo = list(commands)
-        while todo:
-            command = todo.pop(0)
-            if isinstance(command, ev.PublishPlacement):
-                placement = command.placement
-                self.placements.append(placement)
-                self.reasons.append(command.reason)
-                for phase in ("decode", "prefill"):
-                    programs = build_programs(self.planner.catalog, placement, phase)
-                    validate(self.planner.catalog, placement, programs, phase)
-                links = [card.link for card in placement.cards]
-                for lane in [*(each.name for each in placement.lanes), *links, "disk:0"]:
-                    acknowledged = ev.PlacementAcknowledged(lane, placement.placement_id)
-                    todo += self.planner.handle(acknowledged)
-            elif isinstance(command, ev.AnnouncePlacement):
-                announced = ev.PlacementAnnounced(command.placement_id, self.step + 1)
-                todo += self.planner.handle(announced)
-                self.active = command.placement_id
-            elif isinstance(command, ev.Note):
-                self.notes.append(command.text)
-            self.planner.validate()
-
-    def steps(self, count: int, slower: float = 1.0) -> None:
-        """Decode steps, the processor so many times slower than predicted."""
-        for _ in range(count):
-            self.step += 1
-            seconds = self.running.predicted_step_s * slower
-            busy = {"cpu:0": 0.8 * seconds, "gpu:0": 0.1 * seconds, "h2d:0": 0.1 * seconds}
-            event = ev.StepRetired(
-                self.step, self.active, "decode", 1, 100, seconds, busy | {"disk:0": 0.0}
-            )
-            self.obey(self.planner.handle(event))
 
 
 @pytest.fixture
@@ -113,7 +58,7 @@ def test_what_is_short_is_said_without_the_fingerprint_of_the_model(catalog: Cat
 
 def test_memory_that_is_taken_is_given_back_and_filled_again(catalog: Catalog) -> None:
     asked = request(catalog)
-    engine = Engine(CardPlanner(catalog, asked))
+    engine = CardEngine(CardPlanner(catalog, asked))
     engine.steps(10)
     taken = asked.cards[0] // 2
     engine.obey(engine.planner.handle(ev.MemoryLeft(taken)))
@@ -128,7 +73,7 @@ def test_memory_that_is_taken_is_given_back_and_filled_again(catalog: Catalog) -
 def test_what_is_taken_while_a_stage_is_on_its_way_withdraws_the_stage(catalog: Catalog) -> None:
     asked = request(catalog)
     planner = CardPlanner(catalog, asked)
-    engine = Engine(planner)
+    engine = CardEngine(planner)
     engine.steps(10)
     taken = asked.cards[0] // 2
     for nbytes in (taken, 0.0, taken):
@@ -138,7 +83,7 @@ def test_what_is_taken_while_a_stage_is_on_its_way_withdraws_the_stage(catalog: 
 
 
 def test_a_layout_by_hand_stays_whatever_is_measured(catalog: Catalog) -> None:
-    engine = Engine(CardPlanner(catalog, request(catalog, strategy="layer-split")))
+    engine = CardEngine(CardPlanner(catalog, request(catalog, strategy="layer-split")))
     engine.steps(60, slower=3.0)
     assert len(engine.placements) == 1
     assert engine.running.strategy.startswith("layer-split")
@@ -147,7 +92,7 @@ def test_a_layout_by_hand_stays_whatever_is_measured(catalog: Catalog) -> None:
 def test_a_refused_placement_leaves_the_one_in_force(catalog: Catalog) -> None:
     asked = request(catalog)
     planner = CardPlanner(catalog, asked)
-    engine = Engine(planner)
+    engine = CardEngine(planner)
     engine.steps(10)
     before = engine.active
     commands = planner.handle(ev.MemoryLeft(asked.cards[0] / 2))
@@ -197,13 +142,13 @@ def chosen(favourites: range, part: float, visits: int = 16) -> ev.ExpertsChosen
     return ev.ExpertsChosen(Heat("a mixture", visits, np.minimum(counts, visits)))
 
 
-def over_a_mixture(catalog: Catalog) -> Engine:
+def over_a_mixture(catalog: Catalog) -> CardEngine:
     asked = request(catalog)
     experts = catalog.experts
     assert experts is not None
     dense = sum(block.held_nbytes for block in catalog.blocks)
     memory = 2 * dense + experts.total * experts.slot_nbytes // 4
-    return Engine(CardPlanner(catalog, replace(asked, cards=(memory,))))
+    return CardEngine(CardPlanner(catalog, replace(asked, cards=(memory,))))
 
 
 def test_experts_on_a_card_follow_choices_that_have_shifted() -> None:

@@ -139,6 +139,13 @@ SAID = {"source": "somewhere"}
         (put(("ram_nbytes",), {"value": "inf", **SAID}), "a number, 0 or more; got 'inf'"),
         (put(("ram_nbytes",), {"value": "nan", **SAID}), "a number, 0 or more; got 'nan'"),
         (put(("ram_nbytes",), {"value": None, **SAID}), "a number, 0 or more; got None"),
+        (
+            put(("cards", 0, "vram_bytes_per_s"), {"value": 900, **SAID}),
+            r"vram_bytes_per_s of cards\[0\] must be in bytes per second, .*; got 900",
+        ),
+        (put(("ram_nbytes",), {"value": 64, **SAID}), "ram_nbytes of the file must be in bytes,"),
+        (put(("cpu_flops",), {"value": 900, **SAID}), "must be in operations per second, .*; got"),
+        (put(("cpu_launch_s",), {"value": 3.0, **SAID}), "must be in seconds, which is 0 to 0.1 "),
     ],
 )
 def test_what_is_wrong_is_named(data: Any, says: str) -> None:

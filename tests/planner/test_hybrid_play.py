@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from shadowlane.planner.hardware import Card, Hardware
+from shadowlane.planner.hardware import CALM, Card, Hardware
 from shadowlane.planner.hybrid import (
     STAGE_NBYTES,
     Load,
@@ -19,7 +19,8 @@ from shadowlane.planner.hybrid_layouts import (
     Question,
     by_hand,
 )
-from shadowlane.planner.hybrid_play import play
+from shadowlane.planner.hybrid_play import play, rates_of
+from shadowlane.planner.hybrid_price import price_of
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_synthetic import CARD, MACHINE, ROW_NBYTES, dense
 from shadowlane.planner.hybrid_synthetic import small_model as model
@@ -189,3 +190,26 @@ def test_like_layers_that_are_not_played_take_as_long_as_if_they_were() -> None:
             assert seconds(tuple(layers), sites) == pytest.approx(
                 seconds(tuple(unlike), sites), rel=1e-9
             )
+
+
+def test_the_processor_waits_for_what_it_reads_while_other_parts_are_brought() -> None:
+    """Nothing is read ahead here: what comes of the first group, and then the second."""
+    machine = replace(MACHINE, ring_nbytes=0.0, disk_bytes_per_s=1e9)
+    loads = (dense("a", 400e6), dense("b", 400e6))
+    read_s = 0.25 * 400e6 / 1e9
+    for brought in (0.0, 0.5):
+        site = Site(0.0, 0.75, brought)
+        assert seconds(loads, (site, ON_CPU), machine) > read_s + 400e6 / 40e9
+
+
+def test_a_card_waits_for_the_disk_only_for_what_comes_off_it() -> None:
+    """Of what is brought RAM has all, or half; the processor has no part of its own to wait for."""
+    machine = replace(MACHINE, disk_bytes_per_s=0.5e9)
+    half = price_of(dense("a", 400e6), Site(0.0, 0.5, 0.5), Work(), rates_of(machine, CALM), _hit)
+    whole = price_of(dense("a", 400e6), Site(0.0, 0.5, 1.0), Work(), rates_of(machine, CALM), _hit)
+    assert (half.is_read_first, whole.is_read_first) == (False, True)
+    assert half.read_nbytes == whole.read_nbytes == 200e6
+
+
+def _hit(part: float) -> float:
+    return part

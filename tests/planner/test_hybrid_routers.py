@@ -8,10 +8,12 @@ import pytest
 
 from shadowlane.planner.card_placement import place_on_cards
 from shadowlane.planner.catalog import Catalog
-from shadowlane.planner.hardware import Card, Hardware
+from shadowlane.planner.hardware import CALM, Card, Hardware
 from shadowlane.planner.hybrid import Model, Plan, Site, Work, chooser, model_of
 from shadowlane.planner.hybrid_changes import follow
 from shadowlane.planner.hybrid_layouts import Question, Spread, layer_split, num_layers, settle
+from shadowlane.planner.hybrid_play import rates_of
+from shadowlane.planner.hybrid_price import price_of
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.placement import LaneSpec, Request
 from shadowlane.planner.plan_of import plan_of
@@ -189,3 +191,16 @@ def test_routers_follow_to_cards_that_have_come_to_hold_their_layers() -> None:
     better = follow(question, question.answer(plan))
     assert {site.vram for site in better.plan.sites} == {1.0}
     assert better.seconds < question.times(plan).step_s
+
+
+def test_a_card_that_adds_up_experts_of_others_takes_the_time_of_its_launch() -> None:
+    """Its own experts have had to go, and its router is still there."""
+    question = asked()
+    experts = next(load for load in question.model.loads if load.experts)
+    rates = rates_of(TWO, CALM)
+    elsewhere = Site(0.0, 1.0, over=FIRST)
+    price = price_of(experts, elsewhere, WORK, rates, question.hit_rate, adds_up=1)
+    assert price.sides_s[1] == pytest.approx(CARD.launch_s)
+    assert price.sides_s[2] == 0.0
+    alone = price_of(experts, elsewhere, WORK, rates, question.hit_rate)
+    assert alone.sides_s[1:] == (0.0, 0.0)

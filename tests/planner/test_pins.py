@@ -50,14 +50,17 @@ def request(
     )
 
 
-def check(catalog: Catalog, placement: Placement, pins: dict[str, str]) -> None:
+def check(
+    catalog: Catalog, placement: Placement, pins: dict[str, str], *, cards_route: bool = False
+) -> None:
     """Each pinned group lives and is computed at home."""
     for phase in ("decode", "prefill"):
         programs = build_programs(catalog, placement, phase)
         validate(catalog, placement, programs, phase)
     parts = {part.lane: part for part in placement.cards}
     layers = [group.name for group in catalog.sparse_groups]
-    for name, home in catalog_homes(catalog, pins, len(placement.cards)).items():
+    homes = catalog_homes(catalog, pins, len(placement.cards), cards_route=cards_route)
+    for name, home in homes.items():
         group = catalog.group(name)
         lanes = {
             share.lane
@@ -120,6 +123,33 @@ def test_every_plan_keeps_to_pins(
 )
 def test_experts_of_a_layer_are_pinned_together(pins: dict[str, str]) -> None:
     check(MIXTURE, first_over_cards(MIXTURE, request(MIXTURE, pins)), pins)
+
+
+ROUTERS: list[dict[str, str]] = [
+    {"router": "gpu:0"},
+    {"^1.router": "gpu:1", "experts": "cpu", "^1.(qkv|o)$": "cpu"},
+    {"^0": "gpu:1", "^2.router": "cpu"},
+]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "cpu", "cpu-moe", "layer-split"])
+@pytest.mark.parametrize("pins", ROUTERS)
+def test_routers_are_pinned_to_cards_that_can_route(pins: dict[str, str], strategy: str) -> None:
+    asked = request(MIXTURE, pins, cards=2, part=1.5)
+    asked = replace(asked, cards_route=True, strategy=strategy)
+    placement = first_over_cards(MIXTURE, asked)
+    check(MIXTURE, placement, pins, cards_route=True)
+    on_cards = {name for name in placement.shares if name.endswith("router")} & {
+        name
+        for name, home in catalog_homes(MIXTURE, pins, 2, cards_route=True).items()
+        if home.startswith("gpu:")
+    }
+    assert on_cards, "or the test shows nothing"
+
+
+def test_routers_are_not_pinned_to_cards_that_cannot() -> None:
+    with pytest.raises(ValueError, match="gpu:0 may hold: processors compute routers"):
+        first_over_cards(MIXTURE, request(MIXTURE, {"router": "gpu:0"}))
 
 
 @pytest.mark.parametrize(("strategy", "layers"), [("layer-split", 3), ("cpu-moe", 1)])
@@ -245,5 +275,5 @@ def test_what_fits_to_the_byte_is_not_refused() -> None:
 
 
 def test_the_dense_parts_of_a_mixture_cannot_be_pinned_to_disk() -> None:
-    with pytest.raises(ValueError, match=r"dense parts .* got a pin of 0.qkv to disk"):
+    with pytest.raises(ValueError, match=r"pin 'qkv' must name .*: dense parts of a mixture"):
         first_over_cards(MIXTURE, request(MIXTURE, {"qkv": "disk"}))

@@ -13,6 +13,7 @@ import typer
 
 from shadowlane.arguments import check_routing
 from shadowlane.cli import options
+from shadowlane.cli.engine_options import EngineOptions, refuse_shape
 from shadowlane.cli.stages import Stages
 from shadowlane.cli.summary import show_decisions, show_summary
 from shadowlane.models import DEFAULT_MODEL, resolve_model
@@ -232,8 +233,8 @@ def bench(
                 "-pp must be left out with --hardware: of prompts emulation says too little"
             )
         prompt_tokens = 0
-    engine = options.EngineOptions.of(locals())
-    options.refuse_shape(model, "to run")
+    engine = EngineOptions.of(locals())
+    refuse_shape(model, "to run")
     if prompt_tokens == 0 and decode_tokens == 0:
         raise ValueError("one of -pp and -tg must be above 0; got 0 and 0")
     # The token after a prompt needs a place too; "tg" starts from a prompt of one token.
@@ -244,7 +245,7 @@ def bench(
             f"-tg {decode_tokens}; got {ctx_size}"
         )
     check_routing(model, None, replay_routing)
-    engine = options.EngineOptions.of(engine.given, ctx_size=ctx_size or needed)
+    engine = EngineOptions.of(engine.given, ctx_size=ctx_size or needed)
     from shadowlane import report
 
     rows: list[BenchRow] = []
@@ -268,7 +269,7 @@ def bench(
     if engine.is_emulated:
         show_summary(stats)
     if explain:
-        show_decisions(stats)
+        show_decisions(stats, is_by_hand=engine.is_by_hand)
 
 
 def _refuse(context: typer.Context, names: Sequence[str], rule: str) -> None:

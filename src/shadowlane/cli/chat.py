@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shadowlane.cli import options
 from shadowlane.cli.bars import LaneBars
+from shadowlane.cli.engine_options import EngineOptions, refuse_shape, sampling_params
 from shadowlane.cli.errors import exit_code, report_error
 from shadowlane.cli.notes import say_notes
 from shadowlane.cli.stages import Stages
@@ -69,9 +70,9 @@ def chat(
     Ctrl-C stops the answer and keeps the conversation. /clear forgets it, /stats
     says what each lane did, /exit leaves.
     """
-    engine = options.EngineOptions.of(locals())
-    options.refuse_shape(model, "to run")
-    params = options.sampling_params(
+    engine = EngineOptions.of(locals())
+    refuse_shape(model, "to run")
+    params = sampling_params(
         max_tokens,
         temperature=temp,
         top_k=top_k,

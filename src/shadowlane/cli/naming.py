@@ -15,11 +15,20 @@ from typer.core import TyperCommand
 
 from shadowlane.cli.interrupts import unwind_again
 from shadowlane.cli.plain_help import PlainHelp
+from shadowlane.emulate import STRATEGIES
 
 #: What the library calls an option that has another name on the command line.
-ALIASES = {"temperature": "temp", "context": "ctx_size", "window": "ctx_size"}
+ALIASES = {"temperature": "temp", "context": "ctx_size", "window": "ctx_size", "pin": "pins"}
 
-_LEADING = re.compile(r"([a-z_]+)(?= (?:\w+ )?(?:must|needs)\b)")
+_LEADING = re.compile(r"([a-z_]+)(?= (?:(?:\w+|'[^']*') )?(?:must|needs)\b)")
+# A layout by hand, and its number of layers; each of these options may have asked for it.
+_LAYOUT = re.compile(r"([a-z]+(?:-[a-z]+)*)( \d+)?(?= (?:must|needs)\b)")
+_ASKED_BY = {
+    "strategy": STRATEGIES,
+    "gpu_layers": ("layer-split",),
+    "cpu_moe": ("cpu-moe",),
+    "n_cpu_moe": ("cpu-moe",),
+}
 # Not within a path, a flag or a quotation.
 _INSIDE = re.compile(r"(?<![\w/.'\"-])[a-z]+(?:_[a-z]+)+(?![\w/'\"-]|\.\w)")
 
@@ -86,7 +95,19 @@ def typed_error(text: str) -> str:
     found = _LEADING.match(text)
     if found is not None and found[1] in _given:
         text = _labels[found[1]] + text[found.end() :]
+    elif (layout := _LAYOUT.match(text)) is not None:
+        text = _typed_layout(layout) + text[layout.end() :]
     return typed_note(text)
+
+
+def _typed_layout(found: re.Match[str]) -> str:
+    """A layout by hand as it was asked for: `--n-cpu-moe 4`, `--strategy cpu-moe`."""
+    name, layers = found[1], found[2] or ""
+    for argument, layouts in _ASKED_BY.items():
+        if argument in _given and name in layouts:
+            words = {"strategy": f" {name}{layers}", "cpu_moe": ""}
+            return _labels[argument] + words.get(argument, layers)
+    return found[0]
 
 
 def origin(text: str) -> str:

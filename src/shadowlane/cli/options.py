@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shadowlane.arguments import DTYPES, KV_NAMES, PACK_NAMES, named_pins
-from shadowlane.card_budget import check_card_budget
-from shadowlane.cli.notes import say
+from shadowlane.arguments import DTYPES, KV_NAMES, PACK_NAMES
 from shadowlane.emulate import STRATEGIES
-from shadowlane.engine_arguments import EngineArguments
-from shadowlane.models import DEFAULT_MODEL, KNOWN
-from shadowlane.sizes import parse_size
+from shadowlane.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from shadowlane import LLM, SamplingParams
+    pass
 
 ENVIRONMENT_NOTE = (
     "Each option can also be set in the environment: [bold]--cpu-threads 4[/bold] is "
@@ -146,7 +139,7 @@ GpuLayers = Annotated[
         metavar="N",
         **whole_number(0),
         help="Keep the first N layers on cards, the head counted as one more, and compute "
-        "the others in RAM.",
+        "the others in RAM. More than there are means all.",
         rich_help_panel=_CARDS,
     ),
 ]
@@ -164,7 +157,8 @@ NCpuMoe = Annotated[
         "--n-cpu-moe",
         metavar="N",
         **whole_number(0),
-        help="The same for the first N layers; the experts of others are on cards too.",
+        help="The same for the first N layers; the experts of others are on cards too. More than "
+        "there are means all.",
         rich_help_panel=_CARDS,
     ),
 ]
@@ -385,7 +379,7 @@ Seed = Annotated[
 ]
 Stop = Annotated[
     list[str] | None,
-    # Its environment variable is read below: typer would split the value at every space.
+    # engine_options.py reads its environment variable: typer would split it at every space.
     typer.Option(
         "--stop",
         metavar="TEXT",
@@ -396,81 +390,3 @@ Stop = Annotated[
 JsonOutput = Annotated[
     bool, option("--json", help="Print one JSON object on standard output instead of text.")
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """What the command line says about the engine, checked as far as it can be without a model.
-
-    Errors name arguments as Python does; `naming.py` puts flags in their place.
-    """
-
-    given: Mapping[str, Any]  # by the names of LLM's arguments
-
-    def __post_init__(self) -> None:
-        from shadowlane.actors.machine import assign_cores
-
-        gpu_memory = self.given.get("gpu_memory")
-        if self.given.get("hardware") is None and gpu_memory is not None:
-            check_card_budget(gpu_memory)
-        named_pins(self.given.get("pins", ()))
-        assign_cores(self.given.get("cpu_threads"), self.given.get("cpu_workers", 1))
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any], **more: Any) -> EngineOptions:
-        """Those of a command's `values` that an engine knows, and `more`.
-
-        Its parameters have the names of LLM's arguments, but for switches that say no.
-        """
-        names = {*(field.name for field in fields(EngineArguments)), "weights"}
-        given = {name: value for name, value in values.items() if name in names} | more
-        for name in ("pins", "disturb"):  # lists, or nothing
-            given[name] = tuple(given.get(name) or ())
-        if given.get("ram") is not None:
-            given["ram"] = parse_size(given["ram"], "ram")
-        if "no_prefetch" in values:
-            given["prefetch"] = not values["no_prefetch"]
-        return cls(given)
-
-    @property
-    def is_emulated(self) -> bool:
-        return self.given.get("hardware") is not None
-
-    def open(self, path: Path, progress: Callable[[str, float | None], None], **more: Any) -> LLM:
-        """Starts the engine on the model at `path`. Raises ModelError, ValueError, OSError."""
-        from shadowlane.llm import LLM
-
-        return LLM(path, **self.given, **more, progress=progress)
-
-
-def refuse_shape(model: str, when: str) -> None:
-    """Raise ValueError for a model of which nothing but its shape is known, where it shall run."""
-    if model in KNOWN or "/" in model or Path(model).exists():
-        return  # at once: shapes come with YAML, which few need to wait for
-    from shadowlane.shapes import known_shapes
-
-    if model in known_shapes():
-        raise ValueError(
-            f"MODEL must be one that is here {when}; {model} is known by its shape alone, for "
-            "plan --hardware and bench --compare"
-        )
-
-
-def sampling_params(max_tokens: int, stop: list[str] | None, **given: Any) -> SamplingParams:
-    """Sampling parameters with the library's default for whatever was not given."""
-    from shadowlane import SamplingParams
-
-    chosen = {name: value for name, value in given.items() if value is not None}
-    stop = stop or os.environ.get("SHADOWLANE_STOP", "").splitlines()
-    if stop:
-        chosen["stop"] = stop
-    params = SamplingParams(max_tokens=max_tokens, **chosen)
-    idle = [
-        "--" + name.replace("_", "-")
-        for name in ("top_k", "top_p", "min_p", "seed")
-        if name in chosen
-    ]
-    if params.is_greedy and idle:
-        verb = "has" if len(idle) == 1 else "have"
-        say(f"note: {', '.join(idle)} {verb} no effect at temperature 0; add --temp 0.8, say")
-    return params

@@ -10,6 +10,7 @@ import typer
 
 from shadowlane.arguments import PACK_NAMES
 from shadowlane.cli import options
+from shadowlane.cli.engine_options import EngineOptions
 from shadowlane.cli.notes import say_notes
 from shadowlane.cli.perplexity import of_model, read_text
 from shadowlane.cli.stages import Stages
@@ -85,7 +86,7 @@ def pack(
         file=sys.stderr,
     )
     if sample is not None:
-        engine = options.EngineOptions.of({}, ctx_size=WINDOW_TOKENS)
+        engine = EngineOptions.of({}, ctx_size=WINDOW_TOKENS)
         for name, measured in (("before", path), ("after ", made.path)):
             with Stages() as stages:
                 found = of_model(measured, sample, WINDOW_TOKENS, engine, stages)

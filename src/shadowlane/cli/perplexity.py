@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from shadowlane.cli import options
+from shadowlane.cli.engine_options import EngineOptions
 from shadowlane.cli.stages import Stages
 from shadowlane.models import DEFAULT_MODEL, resolve_model
 
@@ -47,7 +48,7 @@ def perplexity(
 
     window = WINDOW_TOKENS if ctx_size is None else ctx_size
     check_window(window)
-    engine = options.EngineOptions.of(locals(), ctx_size=window)
+    engine = EngineOptions.of(locals(), ctx_size=window)
     if file is None:
         raise ValueError("a text is needed: -f FILE")
     text = read_text(file)
@@ -62,7 +63,7 @@ def of_model(
     path: Path,
     text: str,
     window: int,
-    engine: options.EngineOptions,
+    engine: EngineOptions,
     stages: Stages,
 ) -> Perplexity:
     """Start an engine on the model at `path` and have it read `text`."""

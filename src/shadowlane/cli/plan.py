@@ -11,6 +11,7 @@ import typer
 
 from shadowlane.arguments import named_pins
 from shadowlane.cli import options
+from shadowlane.cli.engine_options import EngineOptions, refuse_shape
 from shadowlane.cli.notes import say_notes
 from shadowlane.cli.stages import Stages
 from shadowlane.models import DEFAULT_MODEL, resolve_model
@@ -107,8 +108,8 @@ def plan(
     if export is not None:
         raise ValueError("export needs --hardware, the machine to plan for")
     when = "without --hardware" if hardware is None else "with --groups or a layout by hand"
-    options.refuse_shape(model, when)
-    engine = options.EngineOptions.of(locals())
+    refuse_shape(model, when)
+    engine = EngineOptions.of(locals())
     with Stages() as stages:
         path = resolve_model(model, stages)
         stages("reading the model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from shadowlane.cli import options
+from shadowlane.cli.engine_options import EngineOptions
 from shadowlane.cli.stages import Stages
 from shadowlane.models import DEFAULT_MODEL, resolve_model
 
@@ -26,7 +27,7 @@ def profile(
     change of hardware, or if something kept the machine busy the first time.
     Figures are kept for each choice of types and threads.
     """
-    engine = options.EngineOptions.of(locals())
+    engine = EngineOptions.of(locals())
     with Stages() as stages:
         path = resolve_model(model, stages)
         stages("measuring")

@@ -11,6 +11,7 @@ from typing import Annotated
 from shadowlane.arguments import check_routing
 from shadowlane.cli import options
 from shadowlane.cli.bars import LaneBars
+from shadowlane.cli.engine_options import EngineOptions, refuse_shape, sampling_params
 from shadowlane.cli.stages import Stages
 from shadowlane.cli.summary import show_decisions, show_summary
 from shadowlane.models import DEFAULT_MODEL, resolve_model
@@ -78,9 +79,9 @@ def run(
     The prompt is -p TEXT, -f FILE, or what is piped in. Models that come with
     a chat template get it as a user's message; --raw continues it as it is.
     """
-    engine = options.EngineOptions.of(locals())
-    options.refuse_shape(model, "to run")
-    params = options.sampling_params(
+    engine = EngineOptions.of(locals())
+    refuse_shape(model, "to run")
+    params = sampling_params(
         max_tokens,
         temperature=temp,
         top_k=top_k,
@@ -123,7 +124,7 @@ def run(
         print(flush=True)
     show_summary(stats)
     if explain:
-        show_decisions(stats)
+        show_decisions(stats, is_by_hand=engine.is_by_hand)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shadowlane.cli import options
+from shadowlane.cli.engine_options import EngineOptions
 from shadowlane.cli.notes import say_notes
 from shadowlane.cli.stages import Stages
 from shadowlane.sizes import format_size, parse_size
@@ -143,7 +144,7 @@ def simulate(
     with Stages() as stages:
         run: Run | None = None
         if model is not None:
-            engine = options.EngineOptions.of(locals())
+            engine = EngineOptions.of(locals())
             run = _run_of(model, engine, is_planned=ram is not None, tell=stages)
         stages("reading the routing")
         trace = _trace(routing)
@@ -194,7 +195,7 @@ class Run:
 
 def _run_of(
     name: str,
-    engine: options.EngineOptions,
+    engine: EngineOptions,
     *,
     is_planned: bool,
     tell: Callable[[str, float | None], None],

@@ -5,11 +5,12 @@ from __future__ import annotations
 from shadowlane.cli.notes import say, say_notes
 
 
-def show_decisions(stats: dict[str, object]) -> None:
+def show_decisions(stats: dict[str, object], *, is_by_hand: bool = False) -> None:
     """What the planner decided while the answer was written, and what came of it."""
     decisions = list(stats.get("decisions") or ())  # type: ignore[call-overload]
     if not decisions:
-        say("the plan was never changed: nothing promised enough")
+        why = "a layout by hand stays as it is" if is_by_hand else "nothing promised enough"
+        say(f"the plan was never changed: {why}")
     for number, text in enumerate(decisions, 1):
         say(f"{number}. {text}")
 

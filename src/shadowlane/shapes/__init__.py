@@ -75,10 +75,25 @@ def shape_files(name: str, layouts: Mapping[str, str] | None = None) -> ModelFil
     return imagine_files(name, shapes[name]["config"], layouts or shapes[name]["layouts"])
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which the second of two equal keys does not silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in first:
+                raise ValueError(
+                    f"{name} must be there once; it is in lines {first[name]} and {line}"
+                )
+            first[name] = line
+        return super().construct_mapping(node, deep)
+
+
 def load_hardware(path: Path) -> Hardware:
     """Read a hardware file. Raises ModelError naming the file and what is wrong with it."""
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _UniqueKeys)
         return read_hardware(data)
     except FileNotFoundError:
         raise ModelError(f"no such hardware file: {path}") from None
