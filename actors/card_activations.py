@@ -2,8 +2,8 @@
 
 Never by a copy engine, where they would queue behind weights; the same goes for what a step is
 about. What crosses when is in `exchange.py`; here is where it lies on both sides. Of a layer's
-experts two things cross: what the router chose, and the rows of the pairs that this card computes,
-each to its own place.
+experts two things cross: what the router chose, here or elsewhere, and the rows of the pairs that
+this card computes, each to its own place.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.cuda.pinned import PinnedMemory
 from shadowlane.actors.cuda.runtime import CardRuntime
 from shadowlane.actors.scratch import gather_stride, route_layout
+from shadowlane.ops import table as t
 from shadowlane.ops.card.buffers import StepRows
 from shadowlane.ops.card.operators import CardOperators
 from shadowlane.ops.card.shares import Span, of_width
@@ -62,6 +63,7 @@ class Activations:
         }
         records = RECORD_RING * layout.record_nbytes
         self._records = runtime.view(pinned.mapped(arena.base + layout.records), records, None)
+        self._numbers = arena.view(layout.route_numbers, np.int64, t.ROUTE_WORDS)
 
     def _view(
         self, runtime: CardRuntime, pinned: PinnedMemory, name: str, nbytes: int
@@ -123,6 +125,11 @@ class Activations:
         ours = operators.buffers.route_weights[: rows.num_rows]
         _copy(ours.view(torch.int32), self._route(layer, "weights", rows.num_rows))
 
+    def route(self, layer: int, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the choice of a layer lies for others: ids, int32, and weights [rows, top_k]."""
+        ids, weights = (self._route(layer, name, rows.num_rows) for name in ("ids", "weights"))
+        return ids, weights.view(torch.float32)
+
     def _route(self, layer: int, field: str, count: int) -> torch.Tensor:
         """A field of a layer's route for so many rows, int32 [count, top_k]; floats as they lie."""
         start, _, top_k = self._choice(layer, field)
@@ -142,6 +149,11 @@ class Activations:
         return few, many
 
     # -- on the host
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the engine writes choices in place of routers: in all steps, or in none."""
+        return bool(self._numbers[t.ROUTE_FORCED])
 
     def choice(self, layer: int, count: int) -> np.ndarray:
         """What the router of a layer has chosen, once it has: int32 [count, top_k], a copy."""

@@ -3,7 +3,9 @@
 Experts go one of two ways. For decode rows, where Triton runs, kernels look up on the card what the
 router chose, in a table of the experts that are here; the host never knows. A chunk's products have
 as many rows as chose the expert, which the host has to know before it starts them: there the lane's
-thread waits for the router (a processor's counter, nothing of the card), and reads the choice.
+thread waits until the router has chosen, a processor's or its own card's, and reads the choice.
+
+What a card's router chose stays for that card's experts, and is left in the arena for all others.
 """
 
 from __future__ import annotations
@@ -136,9 +138,9 @@ class CardComputer:
         """The layer of which the host has to know what its router chose, and when that has chosen;
         None where it computes this without."""
         if each.experts is not None and not self._is_in_place(each.experts, rows):
-            return each.experts.layer, each.experts.chosen
+            return each.experts.layer, each.experts.choice.made
         if each.sum is not None and each.sum.has_others and rows.num_prefill:
-            return each.sum.layer, each.sum.chosen
+            return each.sum.layer, each.sum.choice.made
         return None
 
     def may_capture(self, each: CardInstruction) -> bool:
@@ -169,18 +171,28 @@ class CardComputer:
         activations.fetch(operators, each.group, each.crossings.fetched, rows)
         if each.experts is not None:
             is_first = each.experts.is_first
-            if is_first:  # others of the layer's find there what it has left
+            if is_first and not each.experts.choice.is_here:  # others of the layer's find it there
                 activations.fetch_choice(operators, each.experts.layer, rows)
             outputs = None if each.experts.stays else activations.expert_outputs(operators)
             self._experts(placement_id, each, weights, rows, choice, outputs, not is_first)
         elif each.sum is not None:
-            activations.fetch_choice(operators, each.sum.layer, rows)
-            activations.fetch_weights(operators, each.sum.layer, rows)
+            if not each.sum.choice.is_here:
+                activations.fetch_choice(operators, each.sum.layer, rows)
+                activations.fetch_weights(operators, each.sum.layer, rows)
             outputs = activations.expert_outputs(operators)
             self._add_up(placement_id, each.sum, rows, choice, outputs)
         else:
             operators.compute(each.group, each.first_unit, each.last_unit, weights.blocks, rows)
+            if each.routes is not None:
+                self._route(each.routes, rows)
         activations.leave(operators, each.group, each.crossings.left, rows)
+
+    def _route(self, layer: int, rows: StepRows) -> None:
+        left = self._activations.route(layer, rows)
+        if self._activations.is_forced:
+            self.operators.mixture.take_route(rows, *left)
+        else:
+            self.operators.mixture.route(rows, left)
 
     def _is_in_place(self, experts: LayerExperts, rows: StepRows) -> bool:
         is_told = rows.num_prefill > 0 or not experts.is_aligned or bool(experts.brought)
@@ -224,8 +236,8 @@ class CardComputer:
                 is_other = ~layer.here[choice[rows.num_decode :]]
                 num_others = [int(is_other[first:last].sum()) for first, last in rows.subchunks()]
             here = self.tables.of(placement_id).here[int(rows.num_prefill > 0), layer.layer]
-            self.operators.take_experts(here, num_others, rows, outputs)
-        self.operators.add_experts(rows)
+            self.operators.mixture.take(here, num_others, rows, outputs)
+        self.operators.mixture.add(rows)
 
     def _table(self, placement_id: int, experts: LayerExperts) -> ExpertTable:
         from shadowlane.ops.card.kernels_triton import ExpertTable
@@ -269,6 +281,10 @@ class CardComputer:
             if each.experts is None:
                 units = each.first_unit, each.last_unit
                 operators.compute(each.group, *units, weights.blocks, rows)
+                if each.routes is not None:
+                    left = self._activations.route(each.routes, rows)
+                    operators.mixture.take_route(rows, *left)
+                    operators.mixture.route(rows, left)
                 continue
             choice = self._choose(weights.experts, rows)
             self._experts(placement_id, each, weights, rows, choice, None)

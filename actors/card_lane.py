@@ -3,8 +3,8 @@
 Between two steps this lane's thread reads the record. Then it submits the step: for each
 instruction waits for other lanes' counters, kernels that fetch activations, compute, and leave
 behind what others read, and the write of its own counter. What lies between two waits of a decode
-step is a graph (`card_graphs.py`). Nothing of it waits for the card; for a processor's router it
-waits only where experts are computed for a chunk (`card_compute.py`).
+step is a graph (`card_graphs.py`). Nothing of it waits, but for a layer's router where experts are
+computed for a chunk (`card_compute.py`).
 
 A thread beside it serves the copies of this card's transfer lane (`copy_ring.py`), so that one
 context and one set of pinned pages is enough.
@@ -39,10 +39,10 @@ from shadowlane.actors.card_compute import CardComputer, make_operators
 from shadowlane.actors.card_copier import Regions
 from shadowlane.actors.card_full import CardFull
 from shadowlane.actors.card_graphs import Graph, Kind, StepGraphs, cut_segments
+from shadowlane.actors.card_heads import CardHeads
 from shadowlane.actors.card_program import (
     CardInstruction,
     CardProgram,
-    CounterWait,
     Weights,
     compile_program,
     expert_places,
@@ -58,12 +58,11 @@ from shadowlane.actors.cuda.memory import CardMemory, CardMemoryHandle
 from shadowlane.actors.cuda.runtime import CardRuntime
 from shadowlane.actors.cuda.streams import CardStreams
 from shadowlane.actors.cuda.watchdog import Watchdog
-from shadowlane.actors.held_heads import Heads, page_nbytes
+from shadowlane.actors.held_heads import Heads
 from shadowlane.actors.link_statistics import IS_OPEN
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import WAIT_OK, WAIT_TIMED_OUT, counter_value, wait_counter
 from shadowlane.ops.card.buffers import StepRows
-from shadowlane.ops.card.cache import KvCache
 from shadowlane.planner.placement import Placement, show_nbytes
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import Program
@@ -112,6 +111,9 @@ class CardLane:
         self._adopting = threading.Lock()
         self._stopping = threading.Event()
         self._last_step = counter_value(self._address(STEP_COUNTER))
+        self._told: int | None = (
+            None  # of the counter, the newest choice that this thread asked for
+        )
         self.error: str | None = None
         self._ordinal = ordinal
         self._clocks: list[StreamClock] = []
@@ -232,8 +234,7 @@ class CardLane:
                 except torch.OutOfMemoryError:
                     raise self._full("of activations") from None
                 self._computer = CardComputer(operators, self._activations, self._memory)
-                for each, home in heads.items():
-                    operators.cache.hold_in(*each, self._home_of(each, home))
+                self._heads.hold(heads)
             places = expert_places(self._blueprint, placement.cards[self.card], homes)
             both = [compiled["decode"], compiled["prefill"]]
             self._computer.tables.hold(placement.placement_id, places, both)
@@ -256,63 +257,20 @@ class CardLane:
     # -- keys and values, between two steps
 
     def leave_cached(self, layers: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy what the card has cached of these layers, in these pages, to the arena."""
-        cache, numbers = self._cache, np.array(pages, np.int64)
-        if not len(numbers):
-            return
-
-        def work() -> None:
-            places = torch.as_tensor(numbers, device=self._runtime.device)
-            for layer in layers:
-                held = cache.layers[layer]
-                theirs = self._cached_in_ram(layer)[:, :, held.first : held.last]
-                theirs[numbers] = cache.read_pages(layer, places).cpu().numpy()
-
-        self._do_between_steps(work)
+        """See `CardHeads`."""
+        self._do_between_steps(partial(self._heads.leave, layers, pages))
 
     def take_cached(
         self, dropped: Sequence[int], heads: Mapping[Heads, int | None], pages: Sequence[int]
     ) -> None:
-        """Hold these heads from now on, with what the arena has cached of them in these pages.
-
-        dropped: layers whose heads the card has no more; heads: where each lies on the card, None:
-        in memory beside its budget, which has no piece that is large enough.
-        """
-        cache, numbers = self._cache, np.array(pages, np.int64)
-
-        def work() -> None:
-            places = torch.as_tensor(numbers, device=self._runtime.device)
-            for layer in [*dropped, *(each.layer for each in heads)]:
-                cache.layers.pop(layer, None)
-            for each, home in heads.items():
-                cache.hold_in(*each, self._home_of(each, home))
-                if not len(numbers):
-                    continue
-                theirs = self._cached_in_ram(each.layer)[numbers, :, each.first : each.last]
-                cached = torch.from_numpy(np.ascontiguousarray(theirs)).to(self._runtime.device)
-                cache.write_pages(each.layer, places, cached)
-
-        self._do_between_steps(work)
+        """See `CardHeads`."""
+        self._do_between_steps(partial(self._heads.take, dropped, heads, pages))
 
     @property
-    def _cache(self) -> KvCache:
+    def _heads(self) -> CardHeads:
         assert self._computer is not None, "made with the first program"
-        return self._computer.operators.cache
-
-    def _home_of(self, heads: Heads, home: int | None) -> torch.Tensor:
-        nbytes = self._cache.nbytes(heads.last - heads.first)
-        if home is None:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._runtime.device)
-        return self._memory[home : home + nbytes]
-
-    def _cached_in_ram(self, layer: int) -> np.ndarray:
-        """A layer's pages in the arena: uint8 [pages, keys or values, heads, page bytes]."""
-        blueprint, layout = self._blueprint, self._layout
-        head_nbytes = page_nbytes(blueprint) // 2
-        heads = blueprint.config.num_kv_heads
-        shape = layout.num_pages, 2, heads, head_nbytes
-        at = layout.kv + layer * layout.num_pages * 2 * heads * head_nbytes
-        return self._arena.view(at, np.uint8, *shape)
+        cache = self._computer.operators.cache
+        return CardHeads(self._blueprint, self._layout, self._arena, cache, self._memory)
 
     def _do_between_steps(self, work: Callable[[], None]) -> None:
         """Do something on the stream of the steps, and wait until it is done."""
@@ -452,6 +410,7 @@ class CardLane:
         self._times.begin(number, is_last=False)
         self._start(partial(computer.begin, number, step.rows))
         base = int(step.header[t.LANE_BASE + self.number])
+        self._told = None  # a step that failed may have begun at the same
         at = 0
         while at < len(program.instructions):
             each = program.instructions[at]
@@ -476,8 +435,13 @@ class CardLane:
         """Start the kernels of an instruction. False: aborted."""
         choice = None
         if (needed := computer.needs_choice(each, step.rows)) is not None:
-            layer, chosen = needed
-            if not self._wait_here(chosen, step):
+            layer, made = needed
+            wanted = int(step.header[made.base]) + made.rel
+            if made.number == self.number and wanted != self._told:  # nobody else may ask for it
+                base = int(step.header[made.base])
+                self._stream.write_counter(self._address(self.number), base + each.retired - 1)
+                self._told = wanted
+            if not self._wait_here(made.number, wanted):
                 return False
             choice = self._activations.choice(layer, step.rows.num_rows)
         weights = self._weights_of(each, int(step.header[t.LINK_BASE + self.card]))
@@ -485,12 +449,11 @@ class CardLane:
         self._start(partial(computer.compute, *work))
         return True
 
-    def _wait_here(self, wait: CounterWait, step: CardStep) -> bool:
-        """Wait in this thread, for a processor's counter. False: aborted."""
-        value = int(step.header[wait.base]) + wait.rel
+    def _wait_here(self, number: int, value: int) -> bool:
+        """Wait in this thread until a lane's counter comes to `value`. False: aborted."""
         abort = self._arena.base + self._layout.abort
         while not self._stopping.is_set():
-            status = wait_counter(self._address(wait.number), value, abort, 0, LOOK_UP_NS)
+            status = wait_counter(self._address(number), value, abort, 0, LOOK_UP_NS)
             if status != WAIT_TIMED_OUT:
                 return bool(status == WAIT_OK)
         return False

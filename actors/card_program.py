@@ -40,6 +40,14 @@ class CounterWait:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """What a layer's router chooses."""
+
+    made: CounterWait  # when it has
+    is_here: bool  # by this card
+
+
+@dataclass(frozen=True, slots=True)
 class LayerExperts:
     """Experts of one layer: those that live on the card, or some of those that come for prompts."""
 
@@ -49,7 +57,7 @@ class LayerExperts:
     brought: tuple[tuple[int, int], ...]  # (expert, its place in the sweep)
     layouts: tuple[str, str, str]  # of gate, up and down
     is_aligned: bool  # direct layouts lie at multiples of their elements' size
-    chosen: CounterWait  # when the layer's router has chosen
+    choice: Choice
     stays: bool  # this card adds up what the layer's give: its rows do not cross
 
 
@@ -59,7 +67,7 @@ class LayerSum:
 
     layer: int  # counted among those that have experts
     here: np.ndarray  # bool [experts]: computed on this card
-    chosen: CounterWait
+    choice: Choice
 
     @property
     def has_others(self) -> bool:
@@ -90,6 +98,7 @@ class CardInstruction:
     is_awaited: bool  # whether anybody waits for that
     experts: LayerExperts | None = None
     sum: LayerSum | None = None
+    routes: int | None = None  # of a router: its layer, counted among those that have experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +136,8 @@ def compile_program(
     """programs: of all lanes. homes: where on the card each block lies, and behind all blocks each
     routed expert. memory: all of the card's.
 
-    Raises ValueError for a block or an expert that is neither there nor brought, and for what cards
-    do not compute: routers, and rows of an embedding that is in RAM.
+    Raises ValueError for a block or an expert that is neither there nor brought, and for rows of an
+    embedding that is in RAM.
     """
     number = layout.card_of(placement.number_of(lane))
     assert number is not None, "only cards have such programs"
@@ -140,14 +149,13 @@ def compile_program(
     awaited = _awaited(programs, lane)
     catalog = {group.name: group for group in blueprint.catalog.groups}
     groups = {group.name: group for group in blueprint.groups}
+    sparse = {_router_of(group.name): n for n, group in enumerate(blueprint.catalog.sparse_groups)}
     found: list[CardInstruction] = []
     kv_heads: dict[int, tuple[int, int]] = {}
     for place, each in enumerate(programs[lane].instructions):
         crosses, retired = crossing[place], place + 1
         assert isinstance(each, ComputeInstruction)
         group = groups[each.group]
-        if group.kind == "router":  # who chooses also marks what is in RAM, and asks for the rest
-            raise ValueError(f"{each.group} must be a processor's; {lane} computes no router")
         if group.kind == "attn":
             assert group.layer is not None
             first, last = kv_heads.get(group.layer, (each.first_unit, each.last_unit))
@@ -188,6 +196,7 @@ def compile_program(
             tuple(brought),
             retired,
             retired in awaited,
+            routes=sparse.get(each.group),
         )
         if group.kind == "experts":
             joins = [_wait_for(placement, wait.lane, wait.rel) for wait in each.joins]
@@ -284,20 +293,20 @@ def _of_experts(
     chooser, rel = next(
         (name, number + 1)
         for name, number, one in _instructions(programs)
-        if one.group == whole.group.replace("experts", "router")
+        if one.group == _router_of(whole.group)
     )
-    chosen = _wait_for(card.placement, chooser, rel)
+    choice = Choice(_wait_for(card.placement, chooser, rel), chooser == lane)
     numbers = [n for n, unit in units.items() if whole.first_unit <= unit < whole.last_unit]
     found: list[CardInstruction] = []
     if numbers:
         stays = card.placement.shares_of(card.phase)[whole.group][-1].lane == lane
-        experts = _experts(card, layer, numbers, chosen, is_first=is_first, stays=stays)
+        experts = _experts(card, layer, numbers, choice, is_first=is_first, stays=stays)
         found.append(replace(whole, experts=experts))
     if whole.last_unit <= num_experts:
         return found
     here = np.zeros(num_experts, np.bool_)
     here[[number - blueprint.expert_number(layer, 0) for number in units]] = True
-    total = replace(whole, waits=(*whole.waits, *joins), sum=LayerSum(layer, here, chosen))
+    total = replace(whole, waits=(*whole.waits, *joins), sum=LayerSum(layer, here, choice))
     if not found:
         return [total]
     fetched, left = whole.crossings.fetched, whole.crossings.left
@@ -307,11 +316,15 @@ def _of_experts(
     ]
 
 
+def _router_of(experts: str) -> str:
+    return experts.replace("experts", "router")
+
+
 def _experts(
     card: _Card,
     layer: int,
     numbers: Sequence[int],
-    chosen: CounterWait,
+    choice: Choice,
     *,
     is_first: bool,
     stays: bool,
@@ -341,7 +354,7 @@ def _experts(
             )
     gate, up, down = (one.layout for one in formats)
     return LayerExperts(
-        layer, is_first, resident, tuple(brought), (gate, up, down), is_aligned, chosen, stays
+        layer, is_first, resident, tuple(brought), (gate, up, down), is_aligned, choice, stays
     )
 
 

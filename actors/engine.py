@@ -35,7 +35,7 @@ from shadowlane.actors.hosts import Host, LaneDied, LaneFailed
 from shadowlane.actors.records import RecordWriter, StepPlan
 from shadowlane.actors.recovery import kill_quietly
 from shadowlane.actors.requests import num_workers, request_of
-from shadowlane.actors.routing import RoutingTap, check_routing
+from shadowlane.actors.routing import CardRoutes, RoutingTap, check_routing
 from shadowlane.actors.sequence import (
     NO_EXPERTS,
     DecodeStep,
@@ -126,6 +126,7 @@ class Engine:
             tuple[int, Callable[[BusyTimes], ev.StepRetired], tuple[int, ...]]
         ] = deque(maxlen=64)
         self._routing: RoutingTap | None = None
+        self._card_routes: CardRoutes | None = None  # of a mixture beside cards that are here
         self._experts_read = 0  # bytes, while decode steps ran
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
         self._multiplied = [0] * len(self.lanes)  # weight bytes, by each compute lane so far
@@ -267,6 +268,8 @@ class Engine:
 
     def _open_routing(self, arena: Arena) -> None:
         """Recording and replay of routes, where they were asked for."""
+        if self.blueprint.experts is not None and self.layout.copy_rings:
+            self._card_routes = CardRoutes(arena, self.layout, self.blueprint)
         record = self.settings.trace_routing
         if record is not None or self._trace is not None:
             self._routing = RoutingTap(arena, self.layout, self.blueprint, self._trace, record)
@@ -446,6 +449,8 @@ class Engine:
         if is_void:
             self.batch.drop(step)
             return
+        if self._card_routes is not None:
+            self._card_routes.after(self.step, step.plan, placement)
         if self._routing is not None:
             self._routing.after(step.plan)
         experts = NO_EXPERTS

@@ -20,7 +20,7 @@ from shadowlane.actors.arena import REQUEST_COUNTER, Arena, ArenaLayout
 from shadowlane.actors.arranged_experts import Piece
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.expert_sources import ExpertSource, Extent, PlainExtent
-from shadowlane.actors.lowering import expert_geometry
+from shadowlane.actors.lowered_experts import expert_geometry
 from shadowlane.actors.scratch import route_layout
 from shadowlane.ops import expert_board as boards
 from shadowlane.ops import missing_experts as reads

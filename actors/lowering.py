@@ -11,20 +11,21 @@ from shadowlane.actors.arena import (
     DISK_COUNTER,
     GATHER_COUNTER,
     LINK_COUNTER,
-    READY_COUNTER,
-    REQUEST_COUNTER,
-    SUMMED_COUNTER,
     ArenaLayout,
 )
 from shadowlane.actors.blueprint import UNIT_ROWS, Blueprint
 from shadowlane.actors.expert_sources import MatrixFormat
+from shadowlane.actors.lowered_experts import (
+    expert_fields,
+    expert_tables,
+    expert_tiles,
+    routing_card,
+)
 from shadowlane.actors.scratch import (
     LAYOUT_OF,
     gather_stride,
     quantised_inputs,
     quantised_stride,
-    route_layout,
-    router_stride,
 )
 from shadowlane.ops import table as t
 from shadowlane.ops.decoder import GroupDescription
@@ -143,72 +144,13 @@ def make_geometry(
         t.SCRATCH_GATHERED: starts[12],
         t.SCRATCH_ACTIVATED: starts[13],
         t.WHOLE_HEAD_NORM: int(config.full_width_qk_norm),
-        **_expert_fields(blueprint, layout),
+        **expert_fields(blueprint, layout),
     }
     geometry = np.zeros(t.GEOMETRY_FIELDS, np.int64)
     assert set(fields) == set(range(t.GEOMETRY_FIELDS)), "every field of the geometry is set"
     for field, value in fields.items():
         geometry[field] = value
     return geometry
-
-
-def expert_geometry(blueprint: Blueprint, layout: ArenaLayout) -> np.ndarray:
-    """The fields of a geometry that tell of experts, all others 0: for the disk lane."""
-    geometry = np.zeros(t.GEOMETRY_FIELDS, np.int64)
-    geometry[t.ABORT], geometry[t.COUNTERS] = layout.abort, layout.counters
-    geometry[t.THIS_CARD] = -1
-    for field, value in _expert_fields(blueprint, layout).items():
-        geometry[field] = value
-    return geometry
-
-
-def _expert_fields(blueprint: Blueprint, layout: ArenaLayout) -> dict[int, int]:
-    """The part of the geometry that describes the experts of a mixture; 0 in a dense model."""
-    moe, scratch = blueprint.config.moe, layout.scratch
-    fields = {
-        t.ROUTES: scratch["routes"],
-        t.ROUTE_NUMBER: layout.route_numbers,
-        t.EXPERT_WORDS: scratch["expert_words"],
-        t.EXPERT_PLACES: scratch["expert_places"],
-        t.EXPERT_SLOTS: layout.expert_slots,
-        t.READY_COUNTER: READY_COUNTER,
-        t.REQUEST_COUNTER: REQUEST_COUNTER,
-        t.SUMMED_COUNTER: SUMMED_COUNTER,
-        t.EXPERT_ACTIVATED: scratch["expert_activated"],
-        t.EXPERT_OUTPUT: scratch["expert_output"],
-        t.EXPERT_OUTPUT_CHUNK: scratch["expert_output_chunk"],
-        t.ROUTER_STRIDE: router_stride(blueprint.config),
-        t.SWIGLU: -1,
-    }
-    offsets: dict[str, int] = {}
-    if moe is not None and blueprint.experts is not None:
-        offsets = route_layout(blueprint.config, layout.step_rows)
-        fields |= {
-            t.NUM_EXPERTS: moe.num_experts,
-            t.TOP_K: moe.top_k,
-            t.EXPERT_INNER: moe.inner,
-            t.NORMALISES_TOP_K: int(moe.norm_topk or moe.softmax_chosen),
-            t.EXPERT_NBYTES: blueprint.experts.catalog.slot_nbytes,
-        }
-        if moe.swiglu_limit > 0:
-            fields[t.SWIGLU] = layout.swiglu
-    else:
-        for field in (t.NUM_EXPERTS, t.TOP_K, t.EXPERT_INNER, t.NORMALISES_TOP_K, t.EXPERT_NBYTES):
-            fields[field] = 0
-    for field, name in (
-        (t.ROUTE_NBYTES, "nbytes"),
-        (t.ROUTE_IDS, "ids"),
-        (t.ROUTE_WEIGHTS, "weights"),
-        (t.ROUTE_STARTS, "starts"),
-        (t.ROUTE_PAIRS, "pairs"),
-        (t.ROUTE_ORDER, "order"),
-        (t.ROUTE_MISSING, "missing"),
-        (t.ROUTE_HALVES, "halves"),
-        (t.ROUTE_WHOLES, "wholes"),
-        (t.ROUTE_GUESSES, "guesses"),
-    ):
-        fields[field] = offsets.get(name, 0)
-    return fields
 
 
 def lower(
@@ -248,7 +190,7 @@ def lower(
     ).reshape(-1, t.BLOCK_COLUMNS)
     by_name = {group.name: number for number, group in enumerate(blueprint.groups)}
     items: list[tuple[int, ...]] = []
-    tables = _expert_tables(blueprint, placement, homes, items, phase)
+    tables = expert_tables(blueprint, placement, homes, items, phase)
     instructions = np.full((len(program.instructions), t.INSTRUCTION_COLUMNS), -1, np.int64)
     for ordinal, instruction in enumerate(program.instructions):
         assert isinstance(instruction, ComputeInstruction)
@@ -283,7 +225,9 @@ def lower(
             if layout.card_of(placement.number_of(program.lane)) is not None:
                 layer = int(row[t.SPARSE_LAYER])
                 units = units_of_experts(blueprint.catalog, placement, phase, program.lane, layer)
-                items.extend(_expert_tiles(blueprint, layer, instruction, units, homes, ordinals))
+                items.extend(expert_tiles(blueprint, layer, instruction, units, homes, ordinals))
+            elif routing_card(layout, placement, phase, instruction.group):
+                row[t.CARD_CHOSE] = 1
             row[t.TILE_COUNT] = len(items) - row[t.TILE_START]
             row[t.EXPERT_CHUNKS] = _expert_chunks(blueprint, row[t.SPARSE_LAYER], num_workers)
         else:
@@ -303,59 +247,6 @@ def lower(
         items=np.array(items, np.int64).reshape(len(items), t.ITEM_COLUMNS),
         blocks=blocks,
     )
-
-
-def _expert_tables(
-    blueprint: Blueprint,
-    placement: Placement,
-    homes: Mapping[int, int],
-    items: list[tuple[int, ...]],
-    phase: Phase,
-) -> dict[int, int]:
-    """Append, for each sparse layer of which cards compute experts, an item for each expert.
-
-    Returns where each layer's begin.
-    """
-    experts = blueprint.catalog.experts
-    found: dict[int, int] = {}
-    if experts is None:
-        return found
-    brought = [blueprint.catalog.experts_in(part.stream(phase).sweep) for part in placement.cards]
-    for layer in range(experts.num_layers):
-        card_of = {
-            expert: card
-            for card, part in enumerate(placement.cards)
-            for expert in (*part.experts_of(layer), *brought[card][layer])
-        }
-        if not card_of:
-            continue
-        found[layer] = len(items)
-        for expert in range(experts.per_layer):
-            number = blueprint.expert_number(layer, expert)
-            columns = {t.CARD: card_of.get(expert, -1), t.CARD_HOME: homes.get(number, -1)}
-            items.append(tuple(columns.get(column, -1) for column in range(t.ITEM_COLUMNS)))
-    return found
-
-
-def _expert_tiles(
-    blueprint: Blueprint,
-    layer: int,
-    instruction: ComputeInstruction,
-    units: Mapping[int, int],
-    homes: Mapping[int, int],
-    ordinals: Mapping[int, int],
-) -> list[tuple[int, ...]]:
-    """Prefill items of a card: the experts of an instruction. units: of all that the card has."""
-    tiles = []
-    for number, unit in units.items():
-        if instruction.first_unit <= unit < instruction.last_unit:
-            columns = {
-                t.EXPERT: number - blueprint.expert_number(layer, 0),
-                t.EXPERT_HOME: homes.get(number, -1),
-                t.EXPERT_ORDINAL: ordinals.get(number, -1),
-            }
-            tiles.append(tuple(columns.get(column, -1) for column in range(t.ITEM_COLUMNS)))
-    return tiles
 
 
 def _weigh(

@@ -41,7 +41,7 @@ def request_of(options: Options, settings: EngineSettings) -> Request:
         subchunks=settings.subchunks,
         machine=settings.emulated.planned if settings.emulated else settings.machine,
         cards=tuple(card.memory for card in settings.cards),
-        cards_route=settings.emulated is not None,
+        cards_here=bool(settings.cards) and settings.emulated is None,
         strategy=settings.strategy,
         strategy_layers=settings.strategy_layers,
         replan=settings.replan,

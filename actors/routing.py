@@ -4,21 +4,30 @@ Between two steps the engine owns the routes in the arena. To record, it reads w
 retired has left there. To drive a model by a recorded trace, it writes the choices of the next step
 beforehand, and the walk takes them in place of the router's own: for measurements of speed on
 random weights, whose routers choose like nobody's.
+
+Where a card routes a layer of which no processor computes an expert, the engine does then what is
+left to be done of the route: for the counts, and for those who watch what is chosen.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from shadowlane.actors.arena import Arena, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
+from shadowlane.actors.lowered_experts import expert_geometry, routes_of_cards
 from shadowlane.actors.records import StepPlan
 from shadowlane.actors.scratch import route_layout
 from shadowlane.actors.spec import EngineSettings
 from shadowlane.models import typed_name
 from shadowlane.ops import table as t
+from shadowlane.ops.routes import mark_all
+from shadowlane.ops.warm import warm_routes
+from shadowlane.planner.placement import Placement
+from shadowlane.planner.profile import Phase
 from shadowlane.planner.routing import RoutedModel, Trace
 from shadowlane.planner.routing_files import TraceWriter, read_trace
 
@@ -98,6 +107,29 @@ class Routes:
         for layer, ids in enumerate(self._ids):
             ids[: len(choices)] = choices[:, layer]
         self._is_forced[t.ROUTE_FORCED] = 1
+
+
+class CardRoutes:
+    """Routes of which nobody but cards took part. For the engine, between two steps."""
+
+    def __init__(self, arena: Arena, layout: ArenaLayout, blueprint: Blueprint) -> None:
+        warm_routes()
+        self._arena, self._layout, self._blueprint = arena, layout, blueprint
+        self._geometry = expert_geometry(blueprint, layout)
+        self._placement_id: int | None = None
+        self._tables: dict[Phase, tuple[np.ndarray, np.ndarray]] = {}
+
+    def after(self, step: int, plan: StepPlan, placement: Placement) -> None:
+        """Call it when a step has retired that was not void."""
+        if placement.placement_id != self._placement_id:
+            self._placement_id = placement.placement_id
+            where = self._blueprint, self._layout, placement
+            self._tables = {phase: routes_of_cards(*where, phase) for phase in get_args(Phase)}
+        rows, items = self._tables[plan.phase]
+        if len(rows):
+            is_decode = int(plan.is_decode and not plan.same_sequence)
+            place = self._arena.base, self._geometry
+            mark_all(*place, rows, items, step, len(plan.rows), is_decode)
 
 
 class RoutingTap:

@@ -79,6 +79,7 @@ def _atomic_exchange(name: str, operation: str, element: ir.IntType, result: typ
 load32 = _atomic_load("load32", I32, types.int32)
 load64 = _atomic_load("load64", I64, types.int64)
 swap32 = _atomic_exchange("swap32", "xchg", I32, types.int32)
+swap64 = _atomic_exchange("swap64", "xchg", I64, types.int64)
 add32 = _atomic_exchange("add32", "add", I32, types.int32)
 
 

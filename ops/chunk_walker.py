@@ -51,7 +51,7 @@ from shadowlane.ops.chunk_kernels import (
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.emulated import hold
 from shadowlane.ops.kernels import element_nbytes
-from shadowlane.ops.routes import call_disk_lane, route
+from shadowlane.ops.routes import call_disk_lane, route, take_route
 from shadowlane.ops.rows import convert_row
 from shadowlane.ops.walker import (
     gate_up_item,
@@ -445,6 +445,10 @@ def walk_chunk(
             if taken < 0:
                 break
             worked = True
+            if row[t.CARD_CHOSE] > 0 and not take_route(
+                base, geometry, row, items, record, step, taken, num_rows, 0
+            ):
+                return WAIT_ABORTED
             is_void = load64(record + 8 * t.IS_VOID) != 0
             if load32(base + geometry[t.ABORT]) != 0:
                 return WAIT_ABORTED

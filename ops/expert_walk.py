@@ -39,11 +39,17 @@ from shadowlane.ops.blocks import counter_at, multiply_rows, record_i64
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.kernels import LAYOUT_F32, rms_norm, weighted_sum
 from shadowlane.ops.packed import quantise_row
-from shadowlane.ops.routes import SLOT_MASK, call_disk_lane, choose, route_at, word_at
+from shadowlane.ops.routes import (
+    SLOT_MASK,
+    SPINS_BEFORE_REST,
+    call_disk_lane,
+    choose,
+    route_at,
+    word_at,
+)
 from shadowlane.ops.rows import finish_row
 
 GATE, UP, DOWN = 0, 1, 2
-SPINS_BEFORE_REST = 2000  # looks at a peer's progress before the core is offered to others
 
 
 @njit

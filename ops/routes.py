@@ -1,17 +1,19 @@
 """Which experts a layer's rows go to, and which of these are in RAM: the choice itself.
 
 Whoever finishes a layer's router logits runs `route`, once, before any expert of the layer is
-computed. What lives on cards, as the placement says, is listed for each of them. Of the others, two
-processes share the residency without a lock. Each expert has a word: its slot, and the number of
-the route that used it last. `route` marks those it has chosen with its own number, by
-compare-and-swap; the disk lane empties, by compare-and-swap too, only words whose mark is older
-than the newest route. So nothing is evicted between being chosen and being computed, and where both
-want the same word one of them sees that and turns to another.
+computed. A card that is here chooses itself, with the same bits, and leaves what it chose; the
+processor that computes other experts of the layer does the rest, `mark_chosen`, as it begins.
+
+What lives on cards, as the placement says, is listed for each of them. Of the others, two processes
+share the residency without a lock. Each expert has a word: its slot, and the number of the route
+that used it last. `mark_chosen` marks those of its route with its own number, by compare-and-swap;
+the disk lane empties, by compare-and-swap too, only words whose mark is older than the newest
+route. So nothing is evicted between being chosen and being computed, and where both want the same
+word one of them sees that and turns to another.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -26,16 +28,20 @@ from shadowlane.ops.atomics import (
     read_f32,
     read_i32,
     read_i64,
+    relax,
+    rest,
+    swap64,
     write_f32,
     write_i32,
     write_i64,
 )
 from shadowlane.ops.compiled import njit
+from shadowlane.ops.exponential import ONE, exponential, in_units, sigmoid
 
 SLOT_MASK = (1 << t.SLOT_BITS) - 1
 LOWEST = np.float32(-np.inf)  # of a logit that has been chosen
 FLOOR = np.float32(-3.4e38)
-ONE = np.float32(1)
+SPINS_BEFORE_REST = 2000  # looks at a peer's progress before the core is offered to others
 
 
 @njit
@@ -56,7 +62,8 @@ def choose(logits: int, count: int, top_k: int, normalises: int, ids: int, weigh
     """The `top_k` largest of float32 logits [count], by falling value; the first of equals.
 
     ids: int32 [top_k]; weights: float32 [top_k], a softmax over all logits, or, where `normalises`,
-    over the chosen ones. The chosen logits are overwritten.
+    over the chosen ones. The chosen logits are overwritten. `choose` of `card/choices.py` gives the
+    same bits.
     """
     largest = FLOOR
     for index in range(count):
@@ -65,10 +72,10 @@ def choose(logits: int, count: int, top_k: int, normalises: int, ids: int, weigh
             write_f32(logits + 4 * index, FLOOR)
         elif value > largest:
             largest = value
-    total = 0.0
+    units = 0
     if normalises == 0:
         for index in range(count):
-            total += math.exp(read_f32(logits + 4 * index) - largest)
+            units += in_units(exponential(read_f32(logits + 4 * index) - largest))
     for rank in range(top_k):
         best, found = LOWEST, 0
         for index in range(count):
@@ -76,13 +83,13 @@ def choose(logits: int, count: int, top_k: int, normalises: int, ids: int, weigh
             if value > best:
                 best, found = value, index
         write_f32(logits + 4 * found, LOWEST)
-        weight = math.exp(best - largest)
-        if normalises != 0:
-            total += weight
         write_i32(ids + 4 * rank, np.int32(found))
-        write_f32(weights + 4 * rank, np.float32(weight))
+        write_f32(weights + 4 * rank, np.float32(best - largest))
+        if normalises != 0:
+            units += in_units(exponential(best - largest))
     for rank in range(top_k):
-        write_f32(weights + 4 * rank, np.float32(read_f32(weights + 4 * rank) / total))
+        part = exponential(read_f32(weights + 4 * rank))
+        write_f32(weights + 4 * rank, np.float32(part * ONE / units))
 
 
 @njit
@@ -167,7 +174,7 @@ def route(
         logits = base + row[t.OUTPUT] + index * stride
         for extra in range(experts, geometry[t.ROUTER_STRIDE]):
             gate = logits + 4 * extra
-            write_f32(gate, np.float32(ONE / (ONE + math.exp(-read_f32(gate)))))
+            write_f32(gate, np.float32(sigmoid(read_f32(gate))))
         weights = here + geometry[t.ROUTE_WEIGHTS] + 4 * index * top_k
         if is_forced:
             for rank in range(top_k):
@@ -175,6 +182,19 @@ def route(
             continue
         ids = here + geometry[t.ROUTE_IDS] + 4 * index * top_k
         choose(logits, experts, top_k, geometry[t.NORMALISES_TOP_K], ids, weights)
+    return mark_chosen(base, geometry, row, items, step, num_rows, is_decode)
+
+
+@njit
+def mark_chosen(
+    base: int, geometry: Any, row: Any, items: Any, step: int, num_rows: int, is_decode: int
+) -> bool:
+    """All of `route` but the choice: `ids` and `weights` are those of so many rows.
+
+    row: of the layer's ROUTER or EXPERTS. Written last of what workers read: ROUTE_STEP.
+    """
+    experts, layer = geometry[t.NUM_EXPERTS], row[t.SPARSE_LAYER]
+    here = route_at(base, geometry, layer)
     sort_pairs(geometry, here, num_rows)
     numbers = base + geometry[t.ROUTE_NUMBER]
     number = read_i64(numbers) + 1
@@ -209,7 +229,6 @@ def route(
     write_i64(here + 8 * t.NUM_RESIDENT, num_resident)
     write_i64(here + 8 * t.READY_BASE, np.int64(before))
     write_i64(here + 8 * t.NUM_FINISHED, 0)
-    write_i64(here + 8 * t.ROUTE_STEP, step)
     write_i64(here + 8 * t.IS_DECODE, is_decode)
     if is_decode != 0:
         for field, more in ((t.ALL_RESIDENT, num_resident), (t.ALL_CHOSEN, chosen)):
@@ -217,9 +236,49 @@ def route(
     publish(ready, np.int32(before + num_resident))
     if chosen == 0:  # nobody will finish the last of them
         publish(counters + geometry[t.SUMMED_COUNTER] * t.COUNTER_NBYTES, np.int32(number))
+    swap64(here + 8 * t.ROUTE_STEP, np.int64(step))
     if num_missing > 0:
         write_i64(numbers + 8 * t.NEWEST_REQUEST, number)
     return num_missing > 0
+
+
+@njit
+def take_route(
+    base: int, geometry: Any, row: Any, items: Any, record: int, step: int, item: int,
+    num_rows: int, is_decode: int,
+) -> bool:  # fmt: skip
+    """Before an item of an EXPERTS whose layer a card has routed. False: aborted.
+
+    Who has the first item makes a route of what the card has left, and calls the disk lane for what
+    is missing; the others wait for that. Of a void step nothing may have been left: then the route
+    stays one of another step.
+    """
+    said = route_at(base, geometry, row[t.SPARSE_LAYER]) + 8 * t.ROUTE_STEP
+    if item == 0:
+        if load64(record + 8 * t.IS_VOID) != 0:
+            swap64(said, np.int64(~step))
+        elif mark_chosen(base, geometry, row, items, step, num_rows, is_decode):
+            call_disk_lane(base, geometry)
+        return True
+    spins = 0
+    while load64(said) != step and load64(said) != ~step:
+        relax()
+        spins += 1
+        if spins > SPINS_BEFORE_REST:
+            spins = 0
+            rest()
+            if load32(base + geometry[t.ABORT]) != 0:
+                return False
+    return True
+
+
+@njit
+def mark_all(
+    base: int, geometry: Any, rows: Any, items: Any, step: int, num_rows: int, is_decode: int
+) -> None:
+    """`mark_chosen` of the layers of `rows`, of which no processor computes an expert."""
+    for number in range(rows.shape[0]):
+        mark_chosen(base, geometry, rows[number], items, step, num_rows, is_decode)
 
 
 @njit

@@ -86,7 +86,9 @@ IS_FIRST: Final = 37  # 1: the lane's first instruction in its layer
 CARD_EXPERTS: Final = 38  # -1: none of them does
 # EXPERTS: 1: this lane adds up what it and others compute, see JOIN_WAIT; 0: it computes all;
 JOINS: Final = 39  # -1: another lane adds up
-PEER_WAIT: Final = 40  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
+# EXPERTS: 1: a card has chosen, and left nothing of a route but ids and weights, see `take_route`;
+CARD_CHOSE: Final = 40  # -1: whoever chose has made a whole route
+PEER_WAIT: Final = 41  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
 JOIN_WAIT: Final = PEER_WAIT + MAX_LANES  # the same, before EXPERTS are added up
 INSTRUCTION_COLUMNS: Final = JOIN_WAIT + MAX_LANES
 

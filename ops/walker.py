@@ -53,7 +53,7 @@ from shadowlane.ops.kernels import (
     weighted_sum,
 )
 from shadowlane.ops.packed import quantise_row
-from shadowlane.ops.routes import call_disk_lane, route
+from shadowlane.ops.routes import call_disk_lane, route, take_route
 from shadowlane.ops.rows import finish_row
 
 
@@ -375,6 +375,11 @@ def walk(
             elif kind == t.ATTENTION:
                 attention_item(base, geometry, row, record, taken, num_rows, scratch)
             elif kind == t.EXPERTS:
+                is_decode = 0 if same_sequence else 1
+                if row[t.CARD_CHOSE] > 0 and not take_route(
+                    base, geometry, row, items, record, step, taken, num_rows, is_decode
+                ):
+                    return 1
                 if x == 0:
                     x = prepare_input(base, geometry, row, record, inputs, scratch)
                 late = expert_item(

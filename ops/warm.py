@@ -67,6 +67,13 @@ def expert_kernels() -> Kernels:
     )
 
 
+def route_kernels() -> Kernels:
+    """What the engine calls where cards that are here route layers by themselves."""
+    from shadowlane.ops import routes
+
+    return ((routes.mark_all, (I64, ROW, TABLE, TABLE, I64, I64, I64)),)
+
+
 def decode_kernels() -> Kernels:
     """What a decode step calls: one function for the whole of it."""
     from shadowlane.ops import walker
@@ -93,6 +100,11 @@ def warm_counters() -> None:
 def warm_experts() -> None:
     """Make ready what the disk lane of a mixture calls."""
     _load_kernels("experts", expert_kernels)
+
+
+def warm_routes() -> None:
+    """Make ready what the engine calls of a mixture beside cards that are here."""
+    _load_kernels("routes", route_kernels)
 
 
 def arranging_kernels() -> Kernels:

@@ -51,6 +51,9 @@ class Load:
     is_joined: bool = False
     is_undivided: bool = False  # one side computes all of it: a router, see `chooser`
     comes: bool = False
+    # experts on cards that are here: of a prompt the host has to know what was chosen before it
+    # starts any, which a card that chooses has to tell it
+    is_told: bool = False
 
     @property
     def card(self) -> int | None:
@@ -123,13 +126,14 @@ def model_of(
     *,
     is_ours: bool = False,
     cards_route: bool = False,
+    cards_here: bool = False,
     brings_experts: bool = False,
 ) -> Model:
     """The groups of a catalog as loads. windows: of each layer; none given: no layer has one.
 
     is_ours: as our own lanes run it. One of them computes a layer's router and adds up its experts:
     the processor, or, if `cards_route`, a card. Experts come over no link for an answer, since a
-    router chooses too late, and for prompts if `brings_experts`.
+    router chooses too late, and for prompts if `brings_experts`. cards_here: not emulated.
     Of keys and values all are kept, in whole pages, however far layers look back.
     """
     attns = sum(1 for group in catalog.groups if group.kind == "attn")
@@ -159,6 +163,7 @@ def model_of(
                 is_undivided=is_ours and group.kind == "router",
                 is_joined=is_ours and experts is not None,
                 comes=is_ours and brings_experts and experts is not None,
+                is_told=is_ours and cards_here and experts is not None,
             )
         )
     cols = next(group.cols for group in catalog.groups if group.kind == "qkv")

@@ -546,8 +546,7 @@ def by_hand(question: Question) -> dict[str, Answer]:
         kinds["layer-split, KV in RAM"] = (lambda n: layer_split(question, n, kv=False), layers)
         if cards > 1:
             kinds["row-split"] = (lambda n: layer_split(question, n, across=True), layers)
-            if any(work.phase == "prefill" for work in question.works):
-                kinds[PIPELINED] = (lambda n: layer_split(question, n, pipelined=True), layers)
+            kinds[PIPELINED] = (lambda n: layer_split(question, n, pipelined=True), layers)
         kinds["layer-stream"] = (lambda n: layer_stream(question, n), layers)
         kinds["attention-gpu"] = (lambda _: attention_gpu(question), 0)
         if any(load.experts for load in model.loads):

@@ -413,7 +413,8 @@ class _Step:
         if ahead_nbytes > 0.0:
             read_took = ahead_nbytes / rates.disk_bytes_per_s
             read_s = self.disk.arrival_s(ahead_nbytes, read_took, begin_s, late_s)
-        arrived_s = [read_s, *(never for _ in price.brought_nbytes)]
+        here_s = never if load.is_joined and not self._is_decode else read_s
+        arrived_s = [here_s, *(never for _ in price.brought_nbytes)]
         for card, nbytes in enumerate(price.brought_nbytes):
             if nbytes:
                 took = nbytes / rates.h2d_bytes_per_s[card]
@@ -458,9 +459,11 @@ class _Step:
 
 
 def _alone(price: Price) -> tuple[int, float] | None:
-    """The one side that does all of a group, and its seconds; None: several, or it is carried."""
+    """The one side that does all of a group, and its seconds; None: there is more to it."""
     sides = [(side, took) for side, took in enumerate(price.sides_s) if took]
-    return sides[0] if len(sides) == 1 and not price.is_carried else None
+    if len(sides) != 1 or price.is_carried or price.more_s:
+        return None
+    return sides[0]
 
 
 def _shift(before: Sequence[float], after: Sequence[float]) -> float | None:

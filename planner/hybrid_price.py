@@ -17,11 +17,13 @@ class Price(NamedTuple):
     sides_s: tuple[float, ...]
     brought_nbytes: tuple[float, ...]  # over each link
     read_nbytes: float  # off the disk
-    more_s: float  # what the longest side takes beyond its mean, expected
+    more_s: (
+        float  # what the longest side takes beyond its mean, expected; or waits before it begins
+    )
     adds_up: int = 0  # the side that adds up what all sides give, where one does
+    is_read_first: bool = False  # of what is brought, some comes off the disk
     # of what is read, what the processor computes of a prompt's experts: once they are chosen
     asked_nbytes: float = 0.0
-    is_read_first: bool = False  # of what is brought, some comes off the disk
 
     @property
     def is_carried(self) -> bool:
@@ -106,19 +108,25 @@ def _price_experts(
             * max(branches(count))
             for count in range(load.top_k + 1)
         )
+    if load.is_told and not is_decode and adds_up and any(sides_s[1:]):
+        more_s = 2.0 * rates.cards[adds_up - 1].crossing_s  # the choice to the host, work from it
     come = load.experts if load.comes else chosen  # some before anybody has chosen
     brought = load.nbytes * come * (1.0 - hits) * part_brought
     asked = 0.0
     if load.is_joined and not is_decode:  # links take what RAM has not, as far as they take any
         asked = load.nbytes * chosen * max(0.0, lost - (1.0 - hits) * part_brought)
+    lost_nbytes = load.nbytes * chosen * max(0.0, lost)
+    is_read_first = (1.0 - site.vram) * part_brought > site.ram + NOTHING
+    if load.is_joined and not is_decode:
+        is_read_first = asked < lost_nbytes
     return Price(
         sides_s,
         tuple(brought * part for part in site.over) if rates.cards else (),
-        load.nbytes * chosen * max(0.0, lost),
+        lost_nbytes,
         max(0.0, more_s),
         adds_up,
+        is_read_first,
         asked,
-        (1.0 - site.vram) * part_brought > site.ram + NOTHING,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from shadowlane.ops.card.buffers import CardBuffers, StepRows
+from shadowlane.ops.card.choices import NUMBERS, choose, sigmoid
 from shadowlane.ops.card.products import CardBlock, Products
 from shadowlane.ops.moe_config import MoeConfig
 
@@ -50,25 +51,47 @@ class Experts:
 
     def __init__(self, moe: MoeConfig, buffers: CardBuffers, products: Products) -> None:
         self._moe, self._buffers, self._products = moe, buffers, products
+        self._numbers = torch.tensor(NUMBERS, dtype=torch.float64, device=buffers.router.device)
 
-    def route(self, rows: StepRows) -> None:
+    def route(self, rows: StepRows, left: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Choose for every row, from `router`: into `route_ids` and `route_weights`, by rank.
 
-        Of equal logits the first comes first, as in `ops/routes.py`. The logit of the shared
-        expert's gate becomes its factor.
+        The same bits as in `ops/routes.py`. The logit of the shared expert's gate becomes its
+        factor. left: where ids, int32, and weights go as well: [rows, top_k] each.
         """
         moe, count, buffers = self._moe, rows.num_rows, self._buffers
-        logits = buffers.router[:count, : moe.num_experts]
-        if moe.has_shared_gate:
-            buffers.router[:count, moe.num_experts :].sigmoid_()
-        chosen, ids = logits.sort(dim=-1, descending=True, stable=True)
-        chosen = chosen[:, : moe.top_k]
-        if moe.norm_topk or moe.softmax_chosen:
-            weights = chosen.softmax(-1)
-        else:
-            weights = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
-        buffers.route_ids[:count] = ids[:, : moe.top_k]
-        buffers.route_weights[:count] = weights
+        router, normalises = buffers.router[:count], moe.norm_topk or moe.softmax_chosen
+        ids, weights = buffers.route_ids[:count], buffers.route_weights[:count]
+        if self._products.uses_triton:
+            from shadowlane.ops.card.choices_triton import choose_experts
+
+            where = (ids, weights, left or (ids, weights), self._numbers)
+            choose_experts(router, moe.num_experts, *where, normalises=normalises)
+            return
+        choose(router[:, : moe.num_experts], ids, weights, normalises=normalises)
+        self.open_gates(rows)
+        if left is not None:
+            left[0].copy_(ids)
+            left[1].copy_(weights)
+
+    def take_route(
+        self,
+        rows: StepRows,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Go where somebody else has chosen; all count alike. ids: int32; weights: to be left."""
+        count, buffers = rows.num_rows, self._buffers
+        self.open_gates(rows)
+        buffers.route_ids[:count].copy_(ids)
+        buffers.route_weights[:count].fill_(1.0 / self._moe.top_k)
+        weights.copy_(buffers.route_weights[:count])
+
+    def open_gates(self, rows: StepRows) -> None:
+        """Make the factor of a shared expert of the logit of its gate, where it has one."""
+        if self._moe.has_shared_gate:
+            gates = self._buffers.router[: rows.num_rows, self._moe.num_experts :]
+            gates.copy_(sigmoid(gates))
 
     def compute(
         self,

@@ -158,10 +158,11 @@ class CardOperators:
             case _:
                 self._linear(group, first_unit, last_unit, blocks, rows)
 
-    def route(self, rows: StepRows) -> None:
-        """Choose experts from complete logits in `router`; for every layer, after its router."""
-        assert self._experts is not None
-        self._experts.route(rows)
+    @property
+    def mixture(self) -> Experts:
+        """The choice of experts, and the sum of what they give; not of dense models."""
+        assert self._experts is not None, "only mixtures have experts"
+        return self._experts
 
     def experts(
         self,
@@ -178,11 +179,10 @@ class CardOperators:
         `expert_output_chunk`) or in what is given in their place, and touches no other. is_sorted:
         the call before was for other experts of the same layer, and for the same rows.
         """
-        assert self._experts is not None
         group = self.groups[name]
         inputs = self._inputs(group, rows)
         biases = self._expert_biases(group)
-        self._experts.compute(inputs, resident, ids, rows, biases, outputs, is_sorted)
+        self.mixture.compute(inputs, resident, ids, rows, biases, outputs, is_sorted)
 
     def experts_in_place(
         self, name: str, table: ExpertTable, rows: StepRows, output: torch.Tensor | None = None
@@ -215,22 +215,6 @@ class CardOperators:
         )
         if output is not None:  # rows whole, where the kernels above write a few numbers at a time
             leave_experts(table, ids, buffers.expert_output, output)
-
-    def take_experts(
-        self,
-        here: torch.Tensor,
-        num_others: Sequence[int],
-        rows: StepRows,
-        outputs: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        """What others have computed of a layer's experts, to be added up; see `Experts.take`."""
-        assert self._experts is not None
-        self._experts.take(here, num_others, rows, outputs)
-
-    def add_experts(self, rows: StepRows) -> None:
-        """Add all pairs' outputs to the residual stream, in the router's order."""
-        assert self._experts is not None
-        self._experts.add(rows)
 
     def reads_device_alone(self, name: str) -> bool:
         """Whether a group's kernels for a step without a chunk differ from step to step by nothing

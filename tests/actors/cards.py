@@ -14,9 +14,12 @@ from inprocess import AMPLE, ONE_THREAD, InProcess, running
 
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.spec import CardSettings
+from shadowlane.planner.card_placement import place_on_cards
+from shadowlane.planner.card_question import question_over_cards
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.hardware import Card, Hardware
+from shadowlane.planner.hybrid import Plan, Site
 from shadowlane.planner.placement import (
     MIN_SLOTS,
     CardPart,
@@ -227,10 +230,9 @@ def on_cards(
     return running(
         model,
         ram=AMPLE,
-        cores=ONE_THREAD,
         first=first,
         cards=(CardSettings(1 << 30),) * cards,
-        **{"options": OPTIONS, **where, **settings},
+        **{"options": OPTIONS, "cores": ONE_THREAD, **where, **settings},
     )
 
 
@@ -312,3 +314,10 @@ def drawn(
         return placement
 
     return first
+
+
+def all_on_a_card(catalog: Catalog, request: Request) -> Placement:
+    """All but the embedding, with all experts, as the planner cuts it; sums are the card's too."""
+    question = question_over_cards(catalog, request)
+    plan = Plan("all", (Site(1.0, 0.0),) * len(question.model.loads))
+    return place_on_cards(catalog, plan, request, question)

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from inprocess import small_blocks
+from card_mixtures import FAMILIES, PROMPT, Mixture
+from cards import OPTIONS
+from inprocess import ONE_THREAD, running, small_blocks
+from mixture_files import model_of_family
 from tiny import write_tiny_model
 
 
@@ -57,3 +60,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return written[key]
 
     return write
+
+
+@pytest.fixture(params=FAMILIES)
+def mixture(
+    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path: Path
+) -> Mixture:
+    path = model_of_family(tiny_model, tmp_path, request.param)
+    with running(path, options=OPTIONS, cores=ONE_THREAD) as engine:
+        said = engine.generate(PROMPT, 8), engine.logits(PROMPT)
+    return Mixture(path, request.param == "published", *said)

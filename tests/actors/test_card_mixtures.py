@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from card_layouts import interpret_few_programs, needs_interpreter
+from card_mixtures import PROMPT, TOLERANCE, Mixture, few_slots, lane_of
 from cards import OPTIONS, cut_points, drawn, machine_with, on_cards
 from fake_card import FakeRuntime, fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running
-from mixture_files import model_of_family
 from test_experts_run import MANY, read_nbytes
 from tiny import tiny_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,133 +28,74 @@ from shadowlane.actors.blueprint import Options
 from shadowlane.actors.card_activations import Activations
 from shadowlane.actors.card_compute import CardComputer
 from shadowlane.actors.card_graphs import cut_segments
-from shadowlane.actors.card_lane import CardLane
 from shadowlane.actors.card_program import CardInstruction, CounterWait
 from shadowlane.actors.cuda.driver import Direction
 from shadowlane.actors.exchange import Crossings
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.placement import Placement, Request, Share
-from shadowlane.planner.search import SPARE_EXPERTS
 from shadowlane.planner.stages import with_experts
-
-PROMPT = tiny_tokens(41)
-TOLERANCE = 3e-4  # float32, in another order of addition
-PACKED_TOLERANCE = 0.1  # of packed weights; processors round inputs to bytes
-FAMILIES = ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"]
-
 
 pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
-def lane_of(engine: InProcess, card: int = 0) -> CardLane:
-    lane: CardLane = engine.engine.crew.cards[card]._target._lane  # type: ignore[attr-defined]
-    return lane
-
-
-def few_slots(model: Path) -> int:
-    """Of experts in RAM: as few as a mixture can run with."""
-    experts = cut(model, OPTIONS, ONE_THREAD).catalog.experts
-    assert experts is not None
-    return experts.top_k + SPARE_EXPERTS
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_any_experts_on_cards_give_the_same_tokens(
-    tiny_model: Callable[..., Path],
-    tmp_path: Path,
-    family: str,
-    monkeypatch: pytest.MonkeyPatch,
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_of_family(tiny_model, tmp_path, family)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens, logits = engine.generate(PROMPT, 16), engine.logits(PROMPT)
-    tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE
-    for seed, cards, slots in ((0, 1, None), (3, 2, few_slots(model)), (2, 1, few_slots(model))):
+    few = few_slots(mixture.path)
+    for seed, cards, slots in ((0, 1, None), (3, 2, few), (2, 1, few)):
         first = drawn(seed, cards, slots, embeds=seed == 3)
-        with fake_cards(monkeypatch, cards), on_cards(model, first, cards) as engine:
+        with fake_cards(monkeypatch, cards), on_cards(mixture.path, first, cards) as engine:
             placement = engine.engine.placement
-            found = engine.generate(PROMPT, 16)
-            assert found == tokens or family == "published"
-            assert np.abs(engine.logits(PROMPT) - logits).max() <= tolerance
+            assert mixture.agrees(engine)
             use = engine.engine.gauges.expert_use()
             assert bool(use.on_cards) == bool(placement.experts_on_cards)
 
 
 @pytest.mark.parametrize("cards", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
 def test_experts_that_are_brought_for_prompts_give_the_same_tokens(
-    tiny_model: Callable[..., Path],
-    tmp_path: Path,
-    family: str,
-    cards: int,
-    monkeypatch: pytest.MonkeyPatch,
+    mixture: Mixture, cards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Out of their slots in RAM, through rings that are smaller than a layer's experts."""
-    model = model_of_family(tiny_model, tmp_path, family)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens, logits = engine.generate(PROMPT, 8), engine.logits(PROMPT)
-    tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE
     brought: set[int] = set()
-    for seed, slots in ((0, None), (4, few_slots(model) + 2)):
+    for seed, slots in ((0, None), (4, few_slots(mixture.path) + 2)):
         first = drawn(seed, cards, slots, brings=True)
-        with fake_cards(monkeypatch, cards), on_cards(model, first, cards) as engine:
-            for _ in range(2):
-                assert engine.generate(PROMPT, 8) == tokens or family == "published"
-            assert np.abs(engine.logits(PROMPT) - logits).max() <= tolerance
+        with fake_cards(monkeypatch, cards), on_cards(mixture.path, first, cards) as engine:
+            assert mixture.agrees(engine)
             brought |= set(computed_out_of_slots(engine))
     assert brought
 
 
 @pytest.mark.parametrize("cards", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
 def test_experts_that_are_read_to_be_brought_give_the_same_tokens(
-    tiny_model: Callable[..., Path],
-    tmp_path: Path,
-    family: str,
-    cards: int,
-    monkeypatch: pytest.MonkeyPatch,
+    mixture: Mixture, cards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Out of a ring in RAM, which is pinned, or passes through staging."""
-    model = model_of_family(tiny_model, tmp_path, family)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens, logits = engine.generate(PROMPT, 8), engine.logits(PROMPT)
-    tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE
     num_read = 0
     for seed, limits in ((0, {}), (4, {"pin_limit": 48 << 20})):
-        first = drawn(seed, cards, few_slots(model) + 2, reads=True)
-        with fake_cards(monkeypatch, cards, **limits), on_cards(model, first, cards) as engine:
+        first = drawn(seed, cards, few_slots(mixture.path) + 2, reads=True)
+        with (
+            fake_cards(monkeypatch, cards, **limits),
+            on_cards(mixture.path, first, cards) as engine,
+        ):
             assert (lane_of(engine).access.staging is None) == (not limits)
             num_read += len(engine.engine.placement.prefill_sweep)
-            for _ in range(2):
-                assert engine.generate(PROMPT, 8) == tokens or family == "published"
-            assert np.abs(engine.logits(PROMPT) - logits).max() <= tolerance
+            assert mixture.agrees(engine)
             swept = int(engine.engine.gauges.disk_statistics()[disk.SWEEP_NBYTES])
             assert bool(swept) == bool(engine.engine.placement.prefill_sweep)
     assert num_read
 
 
 @pytest.mark.parametrize("cards", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
 def test_any_card_may_add_up_what_experts_give(
-    tiny_model: Callable[..., Path],
-    tmp_path: Path,
-    family: str,
-    cards: int,
-    monkeypatch: pytest.MonkeyPatch,
+    mixture: Mixture, cards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has computed stays there; what processors and other cards have comes over."""
-    model = model_of_family(tiny_model, tmp_path, family)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens, logits = engine.generate(PROMPT, 8), engine.logits(PROMPT)
-    tolerance = PACKED_TOLERANCE if family == "published" else TOLERANCE
     num_sums = 0
-    for seed, slots in ((1, None), (4, few_slots(model) + 2)):
+    for seed, slots in ((1, None), (4, few_slots(mixture.path) + 2)):
         first = drawn(seed, cards, slots, brings=seed == 1, sums=True)
-        with fake_cards(monkeypatch, cards), on_cards(model, first, cards) as engine:
-            for _ in range(2):
-                assert engine.generate(PROMPT, 8) == tokens or family == "published"
-            assert np.abs(engine.logits(PROMPT) - logits).max() <= tolerance
+        with fake_cards(monkeypatch, cards), on_cards(mixture.path, first, cards) as engine:
+            assert mixture.agrees(engine)
             for card in range(cards):
                 for program in lane_of(engine, card)._programs.values():
                     num_sums += sum(each.sum is not None for each in program.instructions)
@@ -435,31 +376,6 @@ def test_embeddings_on_a_card(
         program = lane_of(engine)._programs[engine.engine.placement.placement_id, "decode"]
         (embed,) = [each for each in program.instructions if each.group == "embed"]
         assert bool(embed.resident) == (cards == 1)
-
-
-def test_a_router_is_refused(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only emulated cards compute any."""
-    model = tiny_model("mixtral")
-
-    def first(catalog: Catalog, request: Request) -> Placement:
-        assert not request.cards_route
-        placement = drawn(2, 1)(catalog, request)
-        name = catalog.sparse_groups[0].name.replace("experts", "router")
-        share = {name: (Share("gpu:0", 0, catalog.group(name).units),)}
-        return replace(
-            placement,
-            shares={**placement.shares, **share},
-            prefill_shares={**(placement.prefill_shares or placement.shares), **share},
-        )
-
-    with (
-        fake_cards(monkeypatch),
-        pytest.raises(ValueError, match="computes no router"),
-        on_cards(model, first),
-    ):
-        pass
 
 
 def with_head_on_cards(catalog: Catalog, placement: Placement) -> Placement:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cards import OPTIONS, drawn, on_cards
+from cards import OPTIONS, all_on_a_card, drawn, on_cards
 from inprocess import ONE_THREAD, running, small_blocks
 from tiny import tiny_tokens
 
@@ -44,6 +44,25 @@ def test_experts_and_embeddings_on_a_card(tiny_model: Callable[..., Path], famil
             graphs = engine.engine.crew.cards[0]._target._lane._graphs  # type: ignore[attr-defined]
             assert graphs.why_not is None
             assert any(graphs._graphs.values())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss"])
+def test_routers_on_a_card(tiny_model: Callable[..., Path], family: str) -> None:
+    """Beside experts of the processor, and with nobody else: then a step is one captured piece."""
+    model = tiny_model(family)
+    with small_blocks(4096):
+        with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+            tokens, logits = engine.generate(PROMPT), engine.logits(PROMPT)
+        for first in (drawn(1, 1, routes=True), drawn(2, 1, routes=True), all_on_a_card):
+            with on_cards(model, first) as engine:
+                assert engine.generate(PROMPT) == tokens
+                assert engine.generate(PROMPT) == tokens
+                assert np.abs(engine.logits(PROMPT) - logits).max() <= TOLERANCE
+                graphs = engine.engine.crew.cards[0]._target._lane._graphs  # type: ignore[attr-defined]
+                assert graphs.why_not is None
+                if first is all_on_a_card:
+                    assert engine.engine.gauges.expert_use().on_cards > 0
+                    assert [len(pieces) for pieces in graphs._graphs.values()] == [1]
 
 
 def test_heads_move_and_times_are_told(tiny_model: Callable[..., Path]) -> None:

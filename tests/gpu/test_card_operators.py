@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from card_choices import Chosen, by_processors, by_torch, by_triton, rows_of
 from card_layouts import sane_rows
 from card_model import CHUNKS, CardRun, assert_close, load_model, logits
 from mixture_files import write_mixture_gguf
@@ -45,6 +46,20 @@ def test_products_of_packed_rows(layout: str, num_inputs: int) -> None:
     expected = inputs @ weights.astype(np.float64).T
     scale = np.abs(inputs) @ np.abs(weights).astype(np.float64).T
     assert (np.abs(found - expected) <= 1e-6 * scale).all()
+
+
+@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize(("count", "top_k"), [(4, 2), (60, 4), (128, 8)])
+@pytest.mark.parametrize("choose", [by_torch, by_triton])
+def test_a_choice_has_the_bits_of_a_processors(
+    choose: Callable[..., Chosen], count: int, top_k: int, normalises: bool
+) -> None:
+    logits = rows_of(count)
+    expected = by_processors(logits, top_k, normalises)
+    for found, of_processors in zip(
+        choose(logits, top_k, normalises, "cuda"), expected, strict=True
+    ):
+        assert found.astype(of_processors.dtype).tobytes() == of_processors.tobytes()
 
 
 @pytest.mark.parametrize("cards", [1, 2])

@@ -204,3 +204,18 @@ def test_a_card_that_adds_up_experts_of_others_takes_the_time_of_its_launch() ->
     assert price.sides_s[2] == 0.0
     alone = price_of(experts, elsewhere, WORK, rates, question.hit_rate)
     assert alone.sides_s[1:] == (0.0, 0.0)
+
+
+def test_of_prompts_a_card_that_is_here_tells_its_host_what_it_chose() -> None:
+    """There and back for each layer, where a card chooses and has experts; of answers nothing."""
+    emulated = asked()
+    model = model_of(CATALOG, "", is_ours=True, cards_route=True, cards_here=True)
+    here = replace(emulated, model=model)
+    layers = sum(1 for load in model.loads if load.experts)
+    for router, crossings in ((1.0, 2 * layers), (0.0, 0)):
+        plan = settle(here, "", spread_with(model, router=(router, FIRST)))
+        assert plan is not None
+        decode, prompt = emulated.work, replace(emulated.work, phase="prefill", rows=32)
+        for work, more_s in ((decode, 0.0), (prompt, crossings * CARD.crossing_s)):
+            took = [replace(each, work=work).times(plan).step_s for each in (emulated, here)]
+            assert took[1] - took[0] == pytest.approx(more_s, abs=1e-9)

@@ -100,4 +100,4 @@ def test_the_search_finds_what_is_tuned_by_hand_and_no_bound_is_beaten() -> None
     assert found.plan.micro_batches > 1
     assert found.seconds <= hand[PIPELINED].seconds * (1.0 + ALIKE)
     assert hybrid_bounds(question).path_s <= found.seconds
-    assert PIPELINED not in by_hand(Question(LAYERS, TWO))
+    assert PIPELINED not in by_hand(Question(LAYERS, MACHINE, PROMPT)), "it takes several cards"

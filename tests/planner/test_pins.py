@@ -148,8 +148,9 @@ def test_routers_are_pinned_to_cards_that_can_route(pins: dict[str, str], strate
 
 
 def test_routers_are_not_pinned_to_cards_that_cannot() -> None:
+    asked = replace(request(MIXTURE, {"router": "gpu:0"}), cards_route=False)
     with pytest.raises(ValueError, match="gpu:0 may hold: processors compute routers"):
-        first_over_cards(MIXTURE, request(MIXTURE, {"router": "gpu:0"}))
+        first_over_cards(MIXTURE, asked)
 
 
 @pytest.mark.parametrize(("strategy", "layers"), [("layer-split", 3), ("cpu-moe", 1)])

@@ -261,7 +261,7 @@ class CardRun:
                     blocks = []
                 card.compute(group.name, 0, units, blocks, rows)
                 if group.kind == "router":
-                    card.route(rows)
+                    card.mixture.route(rows)
             return
         shares = [self._share(units, number, len(self.cards)) for number in range(len(self.cards))]
         for card, (first, last) in zip(self.cards, shares, strict=True):
@@ -315,7 +315,7 @@ class CardRun:
                     theirs = getattr(source.buffers, name)
                     getattr(target.buffers, name)[pairs] = theirs[pairs]
         for card in self.cards:
-            card.add_experts(rows)
+            card.mixture.add(rows)
 
 
 def _copy(

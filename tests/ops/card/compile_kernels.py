@@ -25,6 +25,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from shadowlane.ops.card import attention_triton as attention
+from shadowlane.ops.card import choices_triton as choices
 from shadowlane.ops.card import kernels_triton as kernels
 from shadowlane.ops.card.packed_torch import DIRECT
 from shadowlane.ops.layouts import LAYOUTS
@@ -94,6 +95,17 @@ def expert_cases() -> Iterator[Case]:
     yield "leave experts", kernels._leave_kernel, types | more, {"COLS": kernels.LEAVE_COLS}
 
 
+def choice_cases() -> Iterator[Case]:
+    types = {"logits": FLOATS, "ids": INTEGERS, "weights": FLOATS, "left_ids": "*i32"}
+    types |= {"left_weights": FLOATS, "numbers": "*fp64"}
+    types |= dict.fromkeys(("stride", "num_experts", "top_k"), NUMBER)
+    exact = {"FLOOR": choices.FLOOR, "LEAST": choices.LEAST, "ONE": choices.ONE}
+    exact |= {"HEAD": choices.HEAD, "TERMS": len(choices.POLYNOMIAL)}
+    for experts, is_one in ((8, True), (64, False), (128, True)):
+        flags = {"NORMALISES": is_one, "HAS_GATE": not is_one, "EXPERTS": experts}
+        yield f"choose of {experts}", choices._choose_kernel, types, flags | exact
+
+
 def attention_cases() -> Iterator[Case]:
     for kind, dtype in (
         ("fp32", torch.float32),
@@ -126,8 +138,11 @@ def compile_case(case: Case, capability: int) -> str:
     signature = {each: types.get(each, "constexpr") for each in kernel.arg_names}
     places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    is_exact = kernel is choices._choose_kernel
+    options = {"enable_fp_fusion": False, "num_warps": choices.WARPS} if is_exact else {}
+    compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
     assert compiled.asm["cubin"]
+    assert not is_exact or "fma." not in compiled.asm["ptx"], "products and sums must round apart"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "kernel.ptx").write_text(compiled.asm["ptx"])
         assembler = get_ptxas(capability).path
@@ -149,5 +164,6 @@ def compile_case(case: Case, capability: int) -> str:
 
 
 if __name__ == "__main__":
-    for each in (*multiply_cases(), *gate_up_cases(), *expert_cases(), *attention_cases()):
+    cases = (*multiply_cases(), *gate_up_cases(), *expert_cases(), *choice_cases())
+    for each in (*cases, *attention_cases()):
         print(compile_case(each, int(sys.argv[1])), flush=True)

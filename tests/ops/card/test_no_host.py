@@ -53,14 +53,14 @@ def test_a_decode_step_asks_for_no_value(
             assert config.moe is not None
             here = torch.zeros(config.moe.num_experts, dtype=torch.bool, device=DEVICE)
             others = operators.buffers.expert_output, operators.buffers.expert_output_chunk
-            operators.take_experts(here, [], ROWS, others)
-            operators.add_experts(ROWS)
+            operators.mixture.take(here, [], ROWS, others)
+            operators.mixture.add(ROWS)
             continue
         parts = group.parts[:1] if group.kind == "gate_up" else group.parts
         units = -(-sum(part.rows for part in parts) // UNIT_ROWS) or config.num_kv_heads
         operators.compute(group.name, 0, units, blocks(group, layout), ROWS)
         if group.kind == "router":
-            operators.route(ROWS)
+            operators.mixture.route(ROWS)
     tokens, largest = operators.likeliest(ROWS)
     assert tokens.shape == largest.shape == (2,)
     assert tokens.device == DEVICE
