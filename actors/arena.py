@@ -13,12 +13,11 @@ import os
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
 from shadowlane.actors.blueprint import PAGE, Blueprint
-from shadowlane.actors.scratch import SHARED_BUFFERS, TURN_BUFFERS, route_layout
+from shadowlane.actors.scratch import SHARED_BUFFERS, route_layout
 from shadowlane.ops import table as t
 from shadowlane.ops.emulated import LAW_NBYTES, LOADS_NBYTES
 from shadowlane.planner.placement import CardPart, Placement, whole_pages
@@ -223,7 +222,10 @@ def plan_layout(
         max_pages=max_pages,
         half_dim=config.head_dim // 2,
     ).offsets
-    instructions = MAX_PIECES_PER_GROUP * len(blueprint.groups) + len(blueprint.sources)
+    plan = blueprint.scratch[placement.subchunks]
+    micro_batches = 1 if plan.halves_share else placement.subchunks  # the most there may be
+    pieces = MAX_PIECES_PER_GROUP * micro_batches
+    instructions = pieces * len(blueprint.groups) + len(blueprint.sources)
     cursor = 0
 
     def take(nbytes: int) -> int:
@@ -255,13 +257,8 @@ def plan_layout(
     for source in blueprint.constants:
         constant_offsets[source.name] = offset
         offset += math.prod(source.shape) * 4  # a group's biases follow one another
-    plan = blueprint.scratch[placement.subchunks]
     scratch = {name: take(getattr(plan, name)) for name in SHARED_BUFFERS}
-    turn = take(max(plan.turn_nbytes(names) for names in TURN_BUFFERS))
-    for names in TURN_BUFFERS:
-        sizes = [whole_pages(getattr(plan, name)) for name in names]
-        offsets = accumulate(sizes[:-1], initial=turn)
-        scratch |= dict(zip(names, offsets, strict=True))
+    scratch |= plan.turn_offsets(take(plan.turn_nbytes))
     pinned = (0, cursor)
     # NOTE: an emulated card reads keys and values where the processor does; its part of the room
     # is its own and not of the RAM budget. Pages of heads that a card holds itself are never

@@ -142,17 +142,24 @@ def block_rows(rows: int, row_nbytes: int) -> int:
     return -(-height // UNIT_ROWS) * UNIT_ROWS
 
 
-def read_blueprint(path: Path, options: Options, workers: int) -> tuple[Blueprint, ModelFiles]:
-    """Open a model and cut it. Reads headers only.
+def read_blueprint(
+    path: Path, options: Options, workers: int, *, are_cards: bool = False
+) -> tuple[Blueprint, ModelFiles]:
+    """Open a model and cut it. Reads headers only. are_cards: among the lanes.
 
     Raises ModelError for files that do not fit together, ValueError for options out of range.
     """
     files = open_model(path)
-    return cut_model(files, options, workers), files
+    return cut_model(files, options, workers, are_cards=are_cards), files
 
 
 def cut_model(
-    files: ModelFiles, options: Options, workers: int, layers: int | None = None
+    files: ModelFiles,
+    options: Options,
+    workers: int,
+    layers: int | None = None,
+    *,
+    are_cards: bool = False,
 ) -> Blueprint:
     """Cut opened files. `layers`: only the first so many, for measurements."""
     config = read_decoder(files)
@@ -215,6 +222,7 @@ def cut_model(
             context_limit,
             count,
             READ_DEPTH * experts.buffer_nbytes if experts else 0,
+            are_cards=are_cards,
         )
         for count in _subchunk_counts(config, options, context_limit)
     }

@@ -183,17 +183,16 @@ class Activations:
         ours = of_width(buffer.view(word), width)
         theirs = self._shared[span.buffer].view(word)
         theirs = theirs[: ours.shape[0] * stride].view(-1, stride)
-        count = _num_rows(span.buffer, rows)
-        columns = slice(span.first, span.last)
-        return ours[:count, columns], theirs[:count, columns]
+        here, columns = _rows(span.buffer, rows), slice(span.first, span.last)
+        return ours[here, columns], theirs[here, columns]
 
 
-def _num_rows(buffer: str, rows: StepRows) -> int:
+def _rows(buffer: str, rows: StepRows) -> slice:
     if buffer.endswith("_chunk"):
-        return rows.num_prefill
+        return rows.chunk
     if buffer in ("attended", "activated"):
-        return rows.num_decode
-    return rows.num_logits if buffer == "logits" else rows.num_rows
+        return slice(rows.num_decode)
+    return slice(rows.num_logits) if buffer == "logits" else rows.all
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -269,7 +269,8 @@ class CardComputer:
         at = [last] * count  # as far into a text as it gets
         operators.inputs.write([0] * count, at, [0] * count, logit_rows, {0: spare})
         operators.begin(rows)
-        for each in program.instructions:
+        first = (each for each in program.instructions if each.part[0] == 0)  # of a chunk's parts
+        for each in first:
             weights = weights_of(each)
             if each.sum is not None:
                 outputs = operators.buffers.expert_output, operators.buffers.expert_output_chunk

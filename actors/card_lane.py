@@ -433,8 +433,10 @@ class CardLane:
 
     def _start_one(self, computer: CardComputer, each: CardInstruction, step: CardStep) -> bool:
         """Start the kernels of an instruction. False: aborted."""
-        choice = None
-        if (needed := computer.needs_choice(each, step.rows)) is not None:
+        choice, rows = None, step.rows.micro_batch(*each.part)
+        if not rows.num_rows:
+            return True
+        if (needed := computer.needs_choice(each, rows)) is not None:
             layer, made = needed
             wanted = int(step.header[made.base]) + made.rel
             if made.number == self.number and wanted != self._told:  # nobody else may ask for it
@@ -443,9 +445,9 @@ class CardLane:
                 self._told = wanted
             if not self._wait_here(made.number, wanted):
                 return False
-            choice = self._activations.choice(layer, step.rows.num_rows)
+            choice = self._activations.choice(layer, rows.num_rows)
         weights = self._weights_of(each, int(step.header[t.LINK_BASE + self.card]))
-        work = (step.placement_id, each, weights, step.rows, choice)
+        work = (step.placement_id, each, weights, rows, choice)
         self._start(partial(computer.compute, *work))
         return True
 

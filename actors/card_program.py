@@ -24,7 +24,13 @@ from shadowlane.ops.dots import DIRECT_LAYOUTS
 from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.planner.placement import CardPart, Placement
 from shadowlane.planner.profile import Phase
-from shadowlane.planner.program import ComputeInstruction, Program, Read, units_of_experts
+from shadowlane.planner.program import (
+    ComputeInstruction,
+    Program,
+    Read,
+    part_of,
+    units_of_experts,
+)
 
 ELEMENT_NBYTES = {name: LAYOUTS[name].block_nbytes for name in DIRECT_LAYOUTS}
 NOT_HERE = -1  # in a table of experts
@@ -96,6 +102,7 @@ class CardInstruction:
     brought: tuple[tuple[int, int], ...]  # (block, its place in the sweep)
     retired: int  # where the lane's counter is at its end, counted from the step's beginning
     is_awaited: bool  # whether anybody waits for that
+    part: tuple[int, int] = (0, 1)  # whose rows: which micro-batch, and of how many
     experts: LayerExperts | None = None
     sum: LayerSum | None = None
     routes: int | None = None  # of a router: its layer, counted among those that have experts
@@ -196,6 +203,7 @@ def compile_program(
             tuple(brought),
             retired,
             retired in awaited,
+            part_of(catalog[each.group], each, placement.micro_batches_in(phase)),
             routes=sparse.get(each.group),
         )
         if group.kind == "experts":

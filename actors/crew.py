@@ -297,7 +297,7 @@ class Crew:
     def _programs(self, placement: Placement) -> dict[Phase, dict[str, Program]]:
         catalog = self._blueprint.catalog
         programs: dict[Phase, dict[str, Program]] = {"decode": build_programs(catalog, placement)}
-        if placement.prefill_shares is not None:
+        if placement.has_prefill_programs:
             programs["prefill"] = build_programs(catalog, placement, "prefill")
         return programs
 

@@ -42,6 +42,7 @@ from shadowlane.planner.hybrid import (
     Work,
     chooser,
     disk_ring_nbytes,
+    rows_at_once,
     rows_of,
     stage_nbytes,
 )
@@ -300,8 +301,7 @@ class _Step:
         self._made = [(0, 1.0)]  # the sides that newest made something, and their jitters
         if not self.links:
             self.links = ["disk:0"]
-        count = plan.micro_batches if work.phase == "prefill" else 1
-        row_nbytes = world.model.row_nbytes * -(-work.rows // count)
+        row_nbytes = world.model.row_nbytes * rows_at_once(plan, work)
         # Of each side, the cores first: what a crossing to or from it takes.
         self._cross_s = [0.0] + [
             card.crossing_s + row_nbytes / (card.h2d_bytes_per_s * world.state.link)
@@ -329,7 +329,7 @@ class _Step:
         """Micro-batch after micro-batch: a side begins one when it is through with that before."""
         world, work, sites = self._world, self._work, self._plan.sites
         count = self._plan.micro_batches if work.phase == "prefill" else 1
-        self._work = replace(work, rows=-(-work.rows // count))
+        self._work = replace(work, rows=rows_at_once(self._plan, work))
         for number in range(count):
             ready = list(self._cross_s)
             layer: int | None = -1

@@ -94,7 +94,8 @@ class Engine:
         blueprint: Blueprint | None = None,
     ) -> None:
         """`blueprint`: a part of the model instead of all of it, for measurements."""
-        whole, self.files = read_blueprint(root, options, num_workers(settings))
+        workers, are_cards = num_workers(settings), bool(settings.cards)
+        whole, self.files = read_blueprint(root, options, workers, are_cards=are_cards)
         self.blueprint = blueprint or whole
         self._trace = check_routing(self.blueprint, settings)
         self.catalog = self.blueprint.catalog  # with what is known of the use of experts

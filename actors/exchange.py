@@ -47,12 +47,28 @@ def crossings(
     programs: Mapping[str, Program],
     lane: str,
 ) -> list[Crossings]:
-    """Of each instruction of a card's lane, given the programs of all lanes for one phase."""
-    steps = _steps(config, groups, programs)
+    """Of each instruction of a card's lane, given the programs of all lanes for one phase.
+
+    Micro-batches are of different rows, and alike but for the head, which the last has for all.
+    """
+    lanes = {name: _by_micro_batch(program) for name, program in programs.items()}
+    last = {name: Program(name, found[max(found)]) for name, found in lanes.items() if found}
+    steps = _steps(config, groups, last)
     fetched = _fetched(steps, lane)
     left = _left(steps, lane)
-    length = len(programs[lane].instructions)
-    return [Crossings(tuple(fetched[n]), tuple(left[n])) for n in range(length)]
+    return [
+        Crossings(tuple(fetched[n]), tuple(left[n]))
+        for instructions in lanes[lane].values()
+        for n in range(len(instructions))
+    ]
+
+
+def _by_micro_batch(program: Program) -> dict[int, tuple[ComputeInstruction, ...]]:
+    found: dict[int, list[ComputeInstruction]] = {}
+    for each in program.instructions:
+        if isinstance(each, ComputeInstruction):
+            found.setdefault(each.micro_batch, []).append(each)
+    return {number: tuple(each) for number, each in found.items()}
 
 
 def spans_read(
@@ -95,8 +111,7 @@ def _steps(
     steps: list[list[_Part]] = [[] for _ in groups]
     for lane, program in programs.items():
         for number, each in enumerate(program.instructions):
-            if not isinstance(each, ComputeInstruction):
-                break
+            assert isinstance(each, ComputeInstruction)
             group = groups[order[each.group]]
             units = (each.first_unit, each.last_unit)
             reads = spans_read(config, group, *units)

@@ -36,7 +36,7 @@ from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.table import LoweredProgram
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Phase
-from shadowlane.planner.program import ComputeInstruction, Program, units_of_experts
+from shadowlane.planner.program import ComputeInstruction, Program, part_of, units_of_experts
 
 PIECES_LEFT_PER_WORKER = 2  # a decode item is this part of what is left: even half a core keeps up
 MIN_CHUNK_NBYTES = 32 << 10
@@ -197,17 +197,20 @@ def lower(
         number = by_name[instruction.group]
         row = instructions[ordinal]
         row[t.ORDINAL] = ordinal
+        group = blueprint.catalog.groups[number]
+        part = part_of(group, instruction, placement.micro_batches_in(phase))
+        row[t.MICRO_BATCH], row[t.MICRO_BATCHES] = part
         row[t.GROUP] = number
         _fill(row, blueprint, layout, blueprint.groups[number])
         for wait in instruction.waits:
             if wait.lane != stream.lane:
                 row[t.PEER_WAIT + placement.number_of(wait.lane)] = wait.rel
-        if instruction.last_unit == blueprint.catalog.groups[number].units:
+        if instruction.last_unit == group.units:
             row[t.JOINS] = int(bool(instruction.joins))
         for wait in instruction.joins:
             row[t.JOIN_WAIT + placement.number_of(wait.lane)] = wait.rel
         row[t.CARD_EXPERTS] = tables.get(int(row[t.SPARSE_LAYER]), -1)
-        kind = blueprint.groups[number].kind
+        kind = group.kind
         if kind == "embed":
             row[t.TILE_START] = blueprint.embedding_blocks[0]
             row[t.BLOCK_ROWS] = blueprint.embedding_block_rows
@@ -238,8 +241,8 @@ def lower(
             items.extend(_tiles(blueprint, number, instruction))
             row[t.TILE_COUNT] = len(items) - row[t.TILE_START]
         _weigh(row, blueprint, items, program.lane, instruction)
-        before = instructions[ordinal - 1] if ordinal else None
-        row[t.IS_FIRST] = int(before is None or before[t.LAYER] != row[t.LAYER])
+        here, before = [t.LAYER, t.MICRO_BATCH], instructions[ordinal - 1]
+        row[t.IS_FIRST] = int(not ordinal or any(before[here] != row[here]))
     _link_routers(instructions)
     return LoweredProgram(
         placement_id=placement.placement_id,

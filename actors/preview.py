@@ -106,7 +106,8 @@ def _path(spec: ServiceSpec, blueprint: Blueprint) -> Path:
 
 
 def _read(spec: ServiceSpec) -> tuple[Blueprint, Profile | None]:
-    blueprint, _ = read_blueprint(spec.root, spec.options, num_workers(spec.settings))
+    workers, are_cards = num_workers(spec.settings), bool(spec.settings.cards)
+    blueprint, _ = read_blueprint(spec.root, spec.options, workers, are_cards=are_cards)
     catalog = informed(blueprint.catalog, read_heat(blueprint))
     profile = described_profile(spec.settings, catalog)
     if profile is None:

@@ -39,6 +39,7 @@ def request_of(options: Options, settings: EngineSettings) -> Request:
         num_slots=settings.num_slots,
         expand=settings.expand,
         subchunks=settings.subchunks,
+        micro_batches=settings.micro_batches,
         machine=settings.emulated.planned if settings.emulated else settings.machine,
         cards=tuple(card.memory for card in settings.cards),
         cards_here=bool(settings.cards) and settings.emulated is None,

@@ -49,7 +49,8 @@ SHARED_BUFFERS = (
     "arranging",
 )
 # Two halves of a layer that never run at the same time, since all lanes wait for each other at each
-# group: what one half leaves here is dead in the other, and they share the space.
+# group: what one half leaves here is dead in the other, and they share the space. Not where a chunk
+# may be several micro-batches: one of them may be in one half and another in the other.
 TURN_BUFFERS = (("qkv", "attended_chunk"), ("activated_chunk", "expert_output_chunk"))
 
 
@@ -95,6 +96,7 @@ class ScratchPlan:
     arranging: int  # buffers of the disk lane, where experts lie scattered in their files
     worker_gathered: int  # the rows of a sub-chunk that go to one expert
     worker_activated: int
+    halves_share: bool = True  # see TURN_BUFFERS
 
     @property
     def worker_regions(self) -> tuple[int, ...]:
@@ -127,11 +129,27 @@ class ScratchPlan:
     @property
     def shared_nbytes(self) -> int:
         lasting = sum(whole_pages(getattr(self, name)) for name in SHARED_BUFFERS)
-        return lasting + max(self.turn_nbytes(names) for names in TURN_BUFFERS)
+        return lasting + self.turn_nbytes
 
-    def turn_nbytes(self, names: Sequence[str]) -> int:
-        """Bytes of the buffers of one half of a layer, one behind the other."""
-        return sum(whole_pages(getattr(self, name)) for name in names)
+    @property
+    def turn_nbytes(self) -> int:
+        """Bytes of the buffers of both halves of a layer."""
+        halves = [sum(map(self._room, names)) for names in TURN_BUFFERS]
+        return max(halves) if self.halves_share else sum(halves)
+
+    def turn_offsets(self, start: int) -> dict[str, int]:
+        """Where the buffers of both halves lie, from `start` on."""
+        found: dict[str, int] = {}
+        at = start
+        for names in TURN_BUFFERS:
+            at = start if self.halves_share else at
+            for name in names:
+                found[name] = at
+                at += self._room(name)
+        return found
+
+    def _room(self, name: str) -> int:
+        return whole_pages(getattr(self, name))
 
 
 def is_in_place(source: Rows, compute: str) -> bool:
@@ -148,8 +166,14 @@ def plan_scratch(
     context: int,
     subchunks: int = 1,
     arranging: int = 0,
+    *,
+    are_cards: bool = False,
 ) -> ScratchPlan:
-    """subchunks: of the longest chunk, each of `options.prefill_chunk` rows."""
+    """subchunks: of the longest chunk, each of `options.prefill_chunk` rows.
+
+    are_cards: among lanes, which may have layers each, so that chunks may be several micro-batches;
+    not of a mixture (`planner/micro_batches.py`).
+    """
     subchunk = options.prefill_chunk
     chunk = subchunks * subchunk
     rows = MAX_DECODE_ROWS + chunk
@@ -202,6 +226,7 @@ def plan_scratch(
         worker_mask=min(QUERY_ROWS, subchunk) * (context + 1) * element,
         worker_words=WORDS_NBYTES,
         arranging=arranging,
+        halves_share=not are_cards or subchunks == 1 or config.moe is not None,
         **_expert_buffers(config, rows, chunk, subchunk, element),
     )
 

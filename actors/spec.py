@@ -83,6 +83,9 @@ class EngineSettings:
     num_slots: int | None = None
     expand: Expand = "never"  # copies of packed weights in the compute type, for prefill
     subchunks: int | None = None  # the most of a prompt that one step carries; None: planned
+    micro_batches: int | None = (
+        None  # the most groups in which these go through cards; None: planned
+    )
     replan: bool = True  # False: the first plan stays, whatever is measured
     shares: tuple[float, ...] | None = None  # rows of each compute lane, any scale; None: planned
     trace_routing: Path | None = None  # of a mixture: write what its routers choose to this file

@@ -51,6 +51,7 @@ from shadowlane.ops.chunk_kernels import (
 from shadowlane.ops.compiled import njit
 from shadowlane.ops.emulated import hold
 from shadowlane.ops.kernels import element_nbytes
+from shadowlane.ops.micro_batch import chunk_part
 from shadowlane.ops.routes import call_disk_lane, route, take_route
 from shadowlane.ops.rows import convert_row
 from shadowlane.ops.walker import (
@@ -81,14 +82,17 @@ def _has_few_heads(geometry: Any, row: Any) -> bool:
 
 @njit
 def count_parts(num_prefill: int, together: int) -> int:
-    """Calls of attention for one KV head: sub-chunks of `together` rows, cut by QUERY_ROWS."""
+    """Calls of attention for one KV head: sub-chunks of `together` rows, cut by QUERY_ROWS.
+
+    num_prefill: rows of the chunk from the beginning of a sub-chunk on.
+    """
     each, rest = -(-together // t.QUERY_ROWS), num_prefill % together
     return num_prefill // together * each - (-rest // t.QUERY_ROWS)
 
 
 @njit
 def part_rows(part: int, num_prefill: int, together: int) -> tuple[int, int]:
-    """First row of a part of the chunk, and the end of it."""
+    """First row of a part, and the end of it; see `count_parts`."""
     each = -(-together // t.QUERY_ROWS)
     begin = part // each * together
     first = begin + part % each * t.QUERY_ROWS
@@ -97,7 +101,7 @@ def part_rows(part: int, num_prefill: int, together: int) -> tuple[int, int]:
 
 @njit
 def count_items(geometry: Any, row: Any, num_rows: int, num_prefill: int, together: int) -> int:
-    """Items of an instruction in a prefill step.
+    """Items of an instruction in a prefill step, which has so many rows in its micro-batch.
 
     NOTE: a share may hold no block's first row, and so no tile. Its instruction is retired like the
     others, by who takes the one item in which there is nothing to do.
@@ -113,19 +117,25 @@ def count_items(geometry: Any, row: Any, num_rows: int, num_prefill: int, togeth
 
 
 @njit
-def chunk_input(base: int, geometry: Any, row: Any, record: int, scratch: int) -> int:
-    """Address of the chunk's inputs in the compute type: normalised into scratch where needed."""
+def chunk_input(
+    base: int, geometry: Any, row: Any, record: int, first: int, last: int, scratch: int
+) -> int:
+    """Address of the chunk's inputs in the compute type: normalised into scratch where needed.
+
+    Only the rows first..last are there.
+    """
     if row[t.NORM_WEIGHT] < 0:
         return base + row[t.PREFILL_INPUT]
     out = scratch + geometry[t.SCRATCH_NORMALISED]
+    layout = geometry[t.COMPUTE_LAYOUT]
     normalise_rows(
         base,
         geometry,
         row,
-        load64(record + 8 * t.NUM_DECODE),
-        load64(record + 8 * t.NUM_PREFILL),
-        geometry[t.COMPUTE_LAYOUT],
-        out,
+        load64(record + 8 * t.NUM_DECODE) + first,
+        last - first,
+        layout,
+        out + first * row[t.COLS] * element_nbytes(layout),
         scratch,
     )
     return out
@@ -150,9 +160,12 @@ def tile_item(
     blocks: Any,
     record: int,
     x: int,
+    from_row: int,
+    to_row: int,
     scratch: int,
 ) -> bool:
-    """A tile times each sub-chunk, into its columns of the output. False: torch refused.
+    """A tile times the sub-chunks of the chunk's rows from_row..to_row, into its columns of the
+    output. False: torch refused.
 
     What has to be expanded first goes in panels of PANEL_ROWS, which stay in the cache from one to
     the other, and for all sub-chunks. What has been expanded, once for all chunks, goes in the same
@@ -160,7 +173,6 @@ def tile_item(
     """
     layout = geometry[t.COMPUTE_LAYOUT]
     num_decode = load64(record + 8 * t.NUM_DECODE)
-    num_prefill = load64(record + 8 * t.NUM_PREFILL)
     together = load64(record + 8 * t.SUBCHUNK_ROWS)
     block, second = blocks[item[t.BLOCK]], blocks[item[t.BLOCK]]
     weights = block_address(base, geometry, block, record)
@@ -180,10 +192,10 @@ def tile_item(
         rows, first = min(panel, num_rows - at), item[t.FIRST_ROW] + at
         bias = base + row[t.BIAS] + 4 * first if row[t.BIAS] >= 0 else 0
         ready, other = 0, 0
-        for begin in range(0, num_prefill, together):
-            count = min(together, num_prefill - begin)
+        for begin in range(from_row, to_row, together):
+            count = min(together, to_row - begin)
             inputs = x + begin * cols * nbytes
-            if begin == 0:
+            if begin == from_row:
                 place = weights + at * block[t.ROW_NBYTES]
                 copy = expanded_rows(base, geometry, block, at, cols)
                 ready = ready_rows(geometry, block, place, rows, cols, tile, copy, scratch)
@@ -200,7 +212,7 @@ def tile_item(
                     finish_tile(products, layout, count, rows, bias, adds, out, total * 4)
                 continue
             up = products + count * panel * nbytes
-            if begin == 0:
+            if begin == from_row:
                 place = others + at * second[t.ROW_NBYTES]
                 copy = expanded_rows(base, geometry, second, at, cols)
                 other = ready_rows(geometry, second, place, rows, cols, second_tile, copy, scratch)
@@ -364,18 +376,20 @@ def chunk_attention(
     record: int,
     step: int,
     item: int,
+    num_decode: int,
+    from_row: int,
+    to_row: int,
     scratch: int,
 ) -> bool:
-    """All parts of the chunk for one KV head, or where heads are few one of them.
+    """All parts of the rows from_row..to_row of the chunk, and of so many decode rows, for one KV
+    head; or where heads are few one of them.
 
     NOTE: the parts are the same, whoever takes them. Each item stores the keys and values that it
     looks at, those of earlier rows too: the same bytes whoever stores them, and none reads them
-    before it has written them itself.
+    before it has written them itself. Those before from_row are there.
     """
-    num_decode = load64(record + 8 * t.NUM_DECODE)
-    num_prefill = load64(record + 8 * t.NUM_PREFILL)
     together = load64(record + 8 * t.SUBCHUNK_ROWS)
-    parts = count_parts(num_prefill, together)
+    parts = count_parts(to_row - from_row, together)
     begin, end = 0, parts
     if _has_few_heads(geometry, row):
         end = parts - item // row[t.ITEM_COUNT]  # the longest first
@@ -384,9 +398,10 @@ def chunk_attention(
     head = row[t.ITEM_START] + item
     if num_decode > 0 and begin == 0:
         decode_attention(base, geometry, row, record, head, num_decode, scratch)
-    stored = 0
+    stored = from_row
     for part in range(begin, end):
-        first, last = part_rows(part, num_prefill, together)
+        first, last = part_rows(part, to_row - from_row, together)
+        first, last = from_row + first, from_row + last
         if not attend_rows(
             base, geometry, aten, row, record, step, head, stored, first, last, scratch
         ):
@@ -428,14 +443,21 @@ def walk_chunk(
     for number in range(instructions.shape[0]):
         row = instructions[number]
         kind = row[t.KIND]
+        micro_batch = row[t.MICRO_BATCH]
+        decoding = num_decode if micro_batch == 0 else 0  # the rows of this instruction
+        from_row, to_row = chunk_part(micro_batch, row[t.MICRO_BATCHES], num_prefill, together)
+        is_empty = decoding + to_row == from_row
         is_tiled = kind != t.EMBED and kind != t.ATTENTION and row[t.TILE_COUNT] > 0
-        num_items = count_items(geometry, row, num_rows, num_prefill, together)
+        num_items = 1
+        if not is_empty:
+            rows = decoding + to_row - from_row
+            num_items = count_items(geometry, row, rows, to_row - from_row, together)
         status = wait_inputs(base, geometry, row, record, spin_ns, statistics)
         if status != WAIT_OK:
             return status
         start = now_ns()
         ticket = ticket_at(base, geometry, row[t.ORDINAL])
-        inputs = num_logits if kind == t.LM_HEAD else num_decode
+        inputs = num_logits if kind == t.LM_HEAD else decoding
         decode_x, chunk_x = 0, 0
         waited, late_ns = 0, 0
         busy_ns = -1  # of an emulated instruction, by the one worker that holds it
@@ -452,21 +474,24 @@ def walk_chunk(
             is_void = load64(record + 8 * t.IS_VOID) != 0
             if load32(base + geometry[t.ABORT]) != 0:
                 return WAIT_ABORTED
-            if is_void and kind != t.EXPERTS:
+            if is_empty or (is_void and kind != t.EXPERTS):
                 pass
             elif kind == t.EMBED:
-                first = taken * EMBED_ROWS
-                last = min(first + EMBED_ROWS, num_rows)
+                first = num_decode - decoding + from_row + taken * EMBED_ROWS
+                last = min(first + EMBED_ROWS, num_decode + to_row)
                 embed_rows(base, geometry, row, blocks, record, first, last)
             elif kind == t.ATTENTION:
-                if not chunk_attention(base, geometry, aten, row, record, step, taken, scratch):
+                if not chunk_attention(
+                    base, geometry, aten, row, record, step, taken, decoding, from_row, to_row,
+                    scratch,
+                ):  # fmt: skip
                     return FAILED
             elif not prepared:
                 prepared = True
                 if inputs > 0:
                     decode_x = prepare_input(base, geometry, row, record, inputs, scratch)
                 if kind != t.LM_HEAD:
-                    chunk_x = chunk_input(base, geometry, row, record, scratch)
+                    chunk_x = chunk_input(base, geometry, row, record, from_row, to_row, scratch)
             if kind == t.EXPERTS:
                 outcome, late = expert_chunk_item(
                     base, geometry, aten, row, blocks, items, record, step, taken, decode_x,
@@ -480,7 +505,7 @@ def walk_chunk(
                 is_expert = taken < expert_items(geometry, row)  # not a sum
                 if late > 0 and is_expert and geometry[t.THIS_CARD] >= 0:
                     late_ns = now_ns()
-            elif is_tiled and not is_void:
+            elif is_tiled and not (is_void or is_empty):
                 item = items[row[t.TILE_START] + taken]
                 late = wait_blocks(base, geometry, row, item, blocks, record)
                 if late < 0:
@@ -497,20 +522,22 @@ def walk_chunk(
                             base, geometry, row, item, blocks, record, decode_x, inputs, scratch
                         )
                 if kind != t.LM_HEAD and not tile_item(
-                    base, geometry, aten, row, item, blocks, record, chunk_x, scratch
-                ):
+                    base, geometry, aten, row, item, blocks, record, chunk_x, from_row, to_row,
+                    scratch,
+                ):  # fmt: skip
                     return FAILED
             if is_last_item(base, geometry, row, record, num_items):
                 misses = False
                 if kind == t.ROUTER and load64(record + 8 * t.IS_VOID) == 0:
                     misses = route(base, geometry, row, items, step, num_rows, 0)
-                start, busy_ns = hold(base, geometry, row, items, record, start, late_ns)
+                if not is_empty:
+                    start, busy_ns = hold(base, geometry, row, items, record, start, late_ns)
                 retire(base, geometry, row, record)
                 if misses:
                     call_disk_lane(base, geometry)
         ended = now_ns()
         if busy_ns >= 0:
             waited = ended - start - busy_ns
-        if worked and (busy_ns >= 0 or geometry[t.EMULATION] < 0):
+        if worked and not is_empty and (busy_ns >= 0 or geometry[t.EMULATION] < 0):
             note_span(base, geometry, worker, step, row[t.GROUP], start, ended, waited)
     return WAIT_OK

@@ -27,6 +27,7 @@ from shadowlane.ops.atomics import (
     write_f64,
 )
 from shadowlane.ops.compiled import njit
+from shadowlane.ops.micro_batch import rows_of
 from shadowlane.ops.routes import route_at
 
 # the law of one lane, float64
@@ -126,25 +127,33 @@ def memory_rate(law: int, loads: int) -> float:
 
 
 @njit
-def tokens_attended(geometry: Any, record: int, window: int) -> tuple[int, int]:
-    """(tokens whose keys and values are read, tokens attended over all rows) in this step.
+def count_rows(row: Any, record: int) -> int:
+    """Rows that an instruction computes in this step."""
+    decode, first, last = rows_of(row, record)
+    return decode + last - first
 
-    window: how far each token looks back, its own included; 0: to the first.
-    """
-    decode = read_i64(record + 8 * t.NUM_DECODE)
-    prefill = read_i64(record + 8 * t.NUM_PREFILL)
+
+@njit
+def tokens_attended(geometry: Any, row: Any, record: int) -> tuple[int, int]:
+    """(tokens whose keys and values are read, tokens attended over all rows) by an instruction of
+    attention in this step."""
+    window = row[t.WINDOW]
+    decode, first, last = rows_of(row, record)
+    prefill = last - first
+    begin = read_i64(record + 8 * t.NUM_DECODE) + first - decode  # of its rows in the step
     same = read_i64(record + 8 * t.SAME_SEQUENCE) != 0
     read, attended = 0, 0
+    positions = record + geometry[t.RECORD_POSITIONS] + 4 * begin
     for index in range(decode + prefill):
-        seen = read_i32(record + geometry[t.RECORD_POSITIONS] + 4 * index) + 1
+        seen = read_i32(positions + 4 * index) + 1
         if window > 0:
             seen = min(seen, window)
         attended += seen
         if index < decode:
             read = max(read, seen) if same else read + seen
     if prefill > 0:
-        last = read_i32(record + geometry[t.RECORD_POSITIONS] + 4 * (decode + prefill - 1)) + 1
-        read += min(last, window + prefill - 1) if window > 0 else last
+        end = read_i32(positions + 4 * (decode + prefill - 1)) + 1
+        read += min(end, window + prefill - 1) if window > 0 else end
     return read, attended
 
 
@@ -173,13 +182,13 @@ def work_s(
     base: int, geometry: Any, row: Any, items: Any, record: int, law: int, loads: int
 ) -> float:
     """Emulated seconds of one instruction, launches apart, without scatter."""
-    rows = read_i64(record + 8 * t.NUM_DECODE) + read_i64(record + 8 * t.NUM_PREFILL)
+    rows = count_rows(row, record)
     if row[t.KIND] == t.LM_HEAD:
         rows = read_i64(record + 8 * t.NUM_LOGITS)
     nbytes = float(row[t.READS_NBYTES])
     flops = float(row[t.FLOPS]) * rows
     if row[t.KIND] == t.ATTENTION:
-        read, attended = tokens_attended(geometry, record, row[t.WINDOW])
+        read, attended = tokens_attended(geometry, row, record)
         nbytes = float(row[t.READS_KV]) * read
         flops = float(row[t.FLOPS]) * attended
     elif row[t.KIND] == t.EXPERTS:
@@ -195,7 +204,7 @@ def crossing_s(row: Any, record: int, law: int, crossings: int) -> float:
     """Until an activation that another side has made is here."""
     if crossings == 0:
         return 0.0
-    rows = read_i64(record + 8 * t.NUM_DECODE) + read_i64(record + 8 * t.NUM_PREFILL)
+    rows = count_rows(row, record)
     copying = rows * law_f64(law, ROW_NBYTES) / law_f64(law, CROSSING_BYTES_PER_S)
     return crossings * (law_f64(law, CROSSING_S) + copying)
 

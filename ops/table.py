@@ -88,7 +88,9 @@ CARD_EXPERTS: Final = 38  # -1: none of them does
 JOINS: Final = 39  # -1: another lane adds up
 # EXPERTS: 1: a card has chosen, and left nothing of a route but ids and weights, see `take_route`;
 CARD_CHOSE: Final = 40  # -1: whoever chose has made a whole route
-PEER_WAIT: Final = 41  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
+MICRO_BATCH: Final = 41  # which of the chunk's its rows are, and of how many; see `micro_batch.py`
+MICRO_BATCHES: Final = 42
+PEER_WAIT: Final = 43  # MAX_LANES columns: instructions of lane k that must have retired, -1: none
 JOIN_WAIT: Final = PEER_WAIT + MAX_LANES  # the same, before EXPERTS are added up
 INSTRUCTION_COLUMNS: Final = JOIN_WAIT + MAX_LANES
 

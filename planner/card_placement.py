@@ -20,6 +20,7 @@ from shadowlane.planner.draft import Draft, up
 from shadowlane.planner.hit_rate import missing_nbytes
 from shadowlane.planner.hybrid import DISK_RING_NBYTES, DISK_RING_PART, Plan, vram_room
 from shadowlane.planner.hybrid_layouts import Question
+from shadowlane.planner.micro_batches import with_micro_batches
 from shadowlane.planner.pins import catalog_homes
 from shadowlane.planner.placement import (
     MIN_SLOTS,
@@ -145,6 +146,8 @@ def place_on_cards(
         prefill_shares=None if prefill_shares == shares else prefill_shares,
         prefill_sweep=draft.read_for_cards(),
     )
+    most = request.micro_batches or plan.micro_batches
+    placement = with_micro_batches(catalog, placement, most)
     assert placement.total_nbytes <= request.ram, placement
     exact = plan_of(catalog, placement, question.model)
     return replace(placement, predicted_step_s=question.times(exact).step_s)

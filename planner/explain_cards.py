@@ -66,6 +66,7 @@ def card_report(
         "expert_slots": placement.expert_slots,
         "context_tokens": placement.context_tokens,
         "chunk_rows": placement.subchunks * catalog.subchunk_rows,
+        "micro_batches": placement.micro_batches,
         "kv_pages": placement.kv_pages,
         "expected_hits": None,
         "predicted": {

@@ -228,6 +228,11 @@ class Prompts:
     per_step: float  # such steps for each step of decode
 
 
+def rows_at_once(plan: Plan, work: Work) -> int:
+    """Rows of a micro-batch, or of the step where it is not cut."""
+    return -(-work.rows // plan.micro_batches) if work.phase == "prefill" else work.rows
+
+
 def rows_of(load: Load, work: Work) -> int:
     """Rows that a load computes: of a prompt the head is asked for the last one only."""
     is_last_only = load.kind == "lm_head" and work.phase == "prefill"

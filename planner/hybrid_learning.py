@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from shadowlane.planner.hardware import Hardware
-from shadowlane.planner.hybrid import HitRate, Model, Plan
+from shadowlane.planner.hybrid import HitRate, Model, Plan, rows_at_once
 from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_play import beside_cores, port_left, work_by_kind
 
@@ -300,7 +300,7 @@ def _with_told_crossings(
     """Few rows cross in what a crossing costs beside its bytes, many as fast as the link copies."""
     machine = question.machine
     is_busy = [question.times(plan).busy_s[f"h2d:{at}"] > 0.0 for at in range(len(machine.cards))]
-    copied = question.model.row_nbytes * question.work.rows
+    copied = question.model.row_nbytes * rows_at_once(plan, question.work)
     copies_s = [copied / card.h2d_bytes_per_s for card in machine.cards]
     expected = {
         f"gpu:{at}": card.crossing_s + copy_s

@@ -22,6 +22,7 @@ from shadowlane.planner.hybrid import (
     Work,
     chooser,
     disk_ring_nbytes,
+    rows_at_once,
     stage_nbytes,
 )
 from shadowlane.planner.hybrid_price import Price, Rates, price_of
@@ -198,7 +199,7 @@ def _pipelined(model: Model, plan: Plan, work: Work, rates: Rates, hit_rate: Hit
     head only the last row of all is wanted.
     """
     count = plan.micro_batches
-    one = replace(work, rows=-(-work.rows // count))
+    one = replace(work, rows=rows_at_once(plan, work))
     order, prices = _priced(model, plan, one, rates, hit_rate)
     assert not any(price.is_carried for price in prices), "what is carried comes once for a step"
     hops = hops_between(model, one, rates)

@@ -51,6 +51,7 @@ class Request:
     pins: Mapping[str, str] = field(default_factory=dict)  # pattern of group names -> home
     expand: Expand = "never"
     subchunks: int | None = None  # most sub-chunks of a prompt that one step carries; None: chosen
+    micro_batches: int | None = None  # most groups in which these go through cards; None: chosen
     machine: Hardware | None = None  # with cards: all that is known of its speed
     cards: tuple[int, ...] = ()  # bytes of each card's memory
     cards_route: bool = True  # they may compute routers
@@ -76,6 +77,8 @@ class Request:
             raise ValueError(f"num_slots must be at least {MIN_SLOTS}; got {self.num_slots}")
         if self.subchunks is not None and self.subchunks < 1:
             raise ValueError(f"subchunks must be at least 1; got {self.subchunks}")
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise ValueError(f"micro_batches must be at least 1; got {self.micro_batches}")
         for pattern, home in self.pins.items():
             if not HOMES.fullmatch(home):
                 raise ValueError(f"pin {pattern!r} must name gpu:<n>, cpu or disk; got {home!r}")
@@ -211,6 +214,9 @@ class Placement:
     expanded_nbytes: int = 0  # of these copies
     subchunks: int = 1  # the most of a prompt that one step carries, and reads the weights for
     beside_subchunks: int = 1  # ... where tokens of other sequences wait for the step
+    # groups in which the sub-chunks of a chunk go through the layers, one behind the other, so that
+    # lanes which have a part of the layers each work at the same time; 1: all together
+    micro_batches: int = 1
     cards: tuple[CardPart, ...] = ()
     prefill_shares: Mapping[str, tuple[Share, ...]] | None = None  # None: those of decode
     # routed experts that cards are brought and that have no slot in RAM: in each step with rows of
@@ -236,6 +242,14 @@ class Placement:
             if phase == "decode" or self.prefill_shares is None
             else (self.prefill_shares)
         )
+
+    @property
+    def has_prefill_programs(self) -> bool:
+        """Whether steps with rows of a prompt have programs of their own."""
+        return self.prefill_shares is not None or self.micro_batches > 1
+
+    def micro_batches_in(self, phase: Phase) -> int:
+        return 1 if phase == "decode" else self.micro_batches
 
     def experts_out_of_ram(self, catalog: Catalog) -> set[int]:
         """The routed experts, by their numbers, that keep slots in RAM to be brought to cards."""

@@ -40,7 +40,7 @@ def plan_of(catalog: Catalog, placement: Placement, model: Model) -> Plan:
             sites.append(_router(group, placement))
         else:
             sites.append(_weights(catalog, group, placement, card_of, brought))
-    return Plan(placement.strategy, tuple(sites))
+    return Plan(placement.strategy, tuple(sites), placement.micro_batches)
 
 
 def _nobody(placement: Placement) -> tuple[float, ...]:

@@ -2,7 +2,11 @@
 
 A program is relative. `Wait(lane, rel)` means: wait until the counter of `lane` has reached its
 base at this step's start plus `rel`; a lane's counter is the number of its retired instructions.
-The same programs serve decode and prefill, unless a placement over cards has shares for each.
+The same programs serve decode and prefill, unless a placement over cards has shares for each, or
+prompts go through in several micro-batches. Then the program of each lane has its instructions once
+for each micro-batch, in their order. A lane does one after the other, so its keys and values are
+there for the rows behind them; it waits for others in the same micro-batch, and so lanes that have
+other layers work on different ones at the same time.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.micro_batches import check_micro_batches
 from shadowlane.planner.placement import DISK_LANE, Placement, Share, Stream
 from shadowlane.planner.profile import Phase
 
@@ -39,6 +44,9 @@ class ComputeInstruction:
     waits: tuple[Wait, ...]
     # of who adds up routed experts: peers that compute others of them, before it can end
     joins: tuple[Wait, ...] = ()
+    micro_batch: int = (
+        0  # of the chunk's, whose rows it is for; of `lm_head` the last, for all rows
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +213,11 @@ def _pieces(
 def build_programs(
     catalog: Catalog, placement: Placement, phase: Phase = "decode"
 ) -> dict[str, Program]:
-    """One program per lane that exists: all compute lanes, also idle ones, links, and the disk."""
+    """One program per lane that exists: all compute lanes, also idle ones, links, and the disk.
+
+    Raises ValueError for a placement with more micro-batches than it can have.
+    """
+    check_micro_batches(catalog, placement)
     shares = placement.shares_of(phase)
     streams = {each.name: placement.stream_of(each.name, phase) for each in placement.lanes}
     instructions: dict[str, list[ComputeInstruction]] = {lane.name: [] for lane in placement.lanes}
@@ -218,8 +230,11 @@ def build_programs(
     previous: dict[str, int] = {}  # lane -> retired instructions when its previous group is done
     current: dict[str, int] = {}  # the same for the group being built
     group_index = 0
-    for piece in cut_over(catalog, shares, streams.__getitem__):
-        if piece.group_index != group_index:
+    pieces = cut_over(catalog, shares, streams.__getitem__)
+    for micro_batch, piece in _repeated(catalog, pieces, placement.micro_batches_in(phase)):
+        if piece.group_index < group_index:  # the next micro-batch begins
+            group_index, previous, current = 0, {}, {}
+        elif piece.group_index != group_index:
             before = catalog.groups[group_index]
             if before.kind == "experts":  # who adds up has waited for all others
                 adds_up = shares[before.name][-1].lane
@@ -234,7 +249,13 @@ def build_programs(
             waits.append(Wait(brings, piece.end_ordinal))
         program = instructions[piece.lane]
         program.append(
-            ComputeInstruction(group.name, piece.first_unit, piece.last_unit, tuple(waits))
+            ComputeInstruction(
+                group.name,
+                piece.first_unit,
+                piece.last_unit,
+                tuple(waits),
+                micro_batch=micro_batch,
+            )
         )
         current[piece.lane] = len(program)
         for ordinal in range(piece.first_ordinal, piece.end_ordinal):
@@ -263,6 +284,23 @@ def build_programs(
             ),
         )
     return programs
+
+
+def _repeated(catalog: Catalog, pieces: Sequence[Piece], count: int) -> Iterator[tuple[int, Piece]]:
+    """(micro-batch, piece), all of one micro-batch after the other.
+
+    The head has rows of any, and all of them are there at the end of the last.
+    """
+    for micro_batch in range(count):
+        for piece in pieces:
+            is_head = catalog.groups[piece.group_index].kind == "lm_head"
+            if not is_head or micro_batch == count - 1:
+                yield micro_batch, piece
+
+
+def part_of(group: Group, instruction: ComputeInstruction, micro_batches: int) -> tuple[int, int]:
+    """Whose rows an instruction computes: which micro-batch, and of how many."""
+    return (0, 1) if group.kind == "lm_head" else (instruction.micro_batch, micro_batches)
 
 
 def _passed_on(disk: Stream, sweeps: Mapping[str, Sequence[int]]) -> dict[str, dict[int, int]]:

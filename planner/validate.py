@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.micro_batches import check_micro_batches
 from shadowlane.planner.placement import DISK_LANE, Placement, Stream
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import (
@@ -45,7 +46,11 @@ def validate(
     steps: int = 3,
     first_counter: int = COUNTER_MASK - 5,
 ) -> None:
-    """Raises InconsistentPrograms; counters start at `first_counter`, by default near the wrap."""
+    """Raises InconsistentPrograms, and ValueError for micro-batches that a placement cannot have.
+
+    Counters start at `first_counter`, by default near the wrap.
+    """
+    check_micro_batches(catalog, placement)
     streams = {DISK_LANE: placement.disk_stream(phase)}
     streams |= {card.link: card.stream(phase) for card in placement.cards}
     expected = {lane.name for lane in placement.lanes} | set(streams)
@@ -53,7 +58,7 @@ def validate(
         raise InconsistentPrograms(f"programs for {sorted(programs)}; lanes {sorted(expected)}")
     _check_cards(catalog, placement)
     _check_waits(programs, streams)
-    _check_units(catalog, programs)
+    _check_units(catalog, programs, placement.micro_batches_in(phase))
     _check_dependencies(catalog, placement, programs, phase)
     for stream in streams.values():
         _check_reads(catalog, placement, programs, stream, phase)
@@ -229,23 +234,29 @@ def _check_waits(programs: Mapping[str, Program], streams: Collection[str]) -> N
                     )
 
 
-def _check_units(catalog: Catalog, programs: Mapping[str, Program]) -> None:
-    computed: dict[str, list[tuple[int, int, str]]] = {group.name: [] for group in catalog.groups}
+def _check_units(catalog: Catalog, programs: Mapping[str, Program], micro_batches: int) -> None:
+    computed: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
     for name, program in programs.items():
         for each in compute_instructions(program):
-            computed[each.group].append((each.first_unit, each.last_unit, name))
+            what = each.first_unit, each.last_unit, name
+            computed.setdefault((each.group, each.micro_batch), []).append(what)
     for group in catalog.groups:
-        position = 0
-        for first, last, name in sorted(computed[group.name]):
-            if first != position or last <= first:
+        first_of = micro_batches - 1 if group.kind == "lm_head" else 0
+        for micro_batch in range(first_of, micro_batches):
+            position = 0
+            for first, last, name in sorted(computed.pop((group.name, micro_batch), [])):
+                if first != position or last <= first:
+                    raise InconsistentPrograms(
+                        f"{group.name}: {name} computes units {first}..{last}, "
+                        f"expected from {position}"
+                    )
+                position = last
+            if position != group.units:
                 raise InconsistentPrograms(
-                    f"{group.name}: {name} computes units {first}..{last}, expected from {position}"
+                    f"{group.name}: units {position}..{group.units} are computed by nobody"
                 )
-            position = last
-        if position != group.units:
-            raise InconsistentPrograms(
-                f"{group.name}: units {position}..{group.units} are computed by nobody"
-            )
+    if computed:
+        raise InconsistentPrograms(f"nobody wants {sorted(computed)}")
 
 
 def _check_dependencies(
@@ -253,13 +264,14 @@ def _check_dependencies(
 ) -> None:
     order = {group.name: index for index, group in enumerate(catalog.groups)}
     on_card = {card.lane: set(card.resident) for card in placement.cards}
-    done_at: dict[tuple[str, str], int] = {}  # lane, group -> instructions when it is done
+    # lane, group, micro-batch -> instructions when it is done
+    done_at: dict[tuple[str, str, int], int] = {}
     for name, program in programs.items():
         for position, each in enumerate(compute_instructions(program)):
-            done_at[name, each.group] = position + 1
+            done_at[name, each.group, each.micro_batch] = position + 1
     for name, program in programs.items():
         waited: dict[str, int] = {}
-        last_index = 0
+        last_index, micro_batch = 0, 0
         stream = placement.stream_of(name, phase)
         ordinals = {block: ordinal for ordinal, block in enumerate(stream.sweep)}
         for position, each in enumerate(compute_instructions(program)):
@@ -267,7 +279,9 @@ def _check_dependencies(
                 waited[wait.lane] = max(wait.rel, waited.get(wait.lane, 0))
             index = order[each.group]
             story = f"{name}[{position}] {each}"
-            if index < last_index:
+            if each.micro_batch > micro_batch:
+                last_index, micro_batch = 0, each.micro_batch
+            if index < last_index or each.micro_batch < micro_batch:
                 raise InconsistentPrograms(f"{story} comes after {catalog.groups[last_index].name}")
             last_index = index
             if index:
@@ -276,7 +290,7 @@ def _check_dependencies(
                 if catalog.groups[index - 1].kind == "experts":  # who adds up waits for the others
                     peers = {placement.shares_of(phase)[before][-1].lane}
                 for peer in peers:
-                    needed = done_at.get((peer, before), 0)
+                    needed = done_at.get((peer, before, micro_batch), 0)
                     if peer != name and waited.get(peer, 0) < needed:
                         raise InconsistentPrograms(
                             f"{story} does not wait for {peer}, which has part of {before}"
@@ -285,9 +299,9 @@ def _check_dependencies(
             if group.kind == "experts" and each.last_unit == group.units:
                 joined = {wait.lane: wait.rel for wait in each.joins}
                 others = {
-                    peer: done_at[peer, group.name]
+                    peer: done_at[peer, group.name, micro_batch]
                     for peer in programs
-                    if peer != name and (peer, group.name) in done_at
+                    if peer != name and (peer, group.name, micro_batch) in done_at
                 }
                 if joined != others:
                     raise InconsistentPrograms(

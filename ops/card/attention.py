@@ -75,22 +75,22 @@ class Attention:
         for begin, end in rows.subchunks():
             part = queries[decode + begin : decode + end]
             found = self._attend_chunk(layer, first, part, sinks, rows, begin)
-            self._buffers.attended_chunk[begin:end, columns] = found.flatten(1)
+            self._buffers.attended_chunk[rows.chunk][begin:end, columns] = found.flatten(1)
 
     def _heads(
         self, first: int, last: int, rows: StepRows, constants: HeadConstants
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [rows, KV heads, grouped, dim], k and v [rows, KV heads, dim]; q and k rotated."""
-        config, count, dim = self._config, rows.num_rows, self._config.head_dim
+        config, dim = self._config, self._config.head_dim
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        q, k, v = self._buffers.qkv[:count].split(
+        q, k, v = self._buffers.qkv[rows.all].split(
             (heads * dim, kv_heads * dim, kv_heads * dim), dim=1
         )
         q = self._normalised(q, constants.q_norm)
         k = self._normalised(k, constants.k_norm)
         q = q[:, first * self._grouped : last * self._grouped]
-        q = self._rotated(q, count).unflatten(1, (-1, self._grouped))
-        return q, self._rotated(k[:, first:last], count), v.unflatten(1, (-1, dim))[:, first:last]
+        q = self._rotated(q, rows).unflatten(1, (-1, self._grouped))
+        return q, self._rotated(k[:, first:last], rows), v.unflatten(1, (-1, dim))[:, first:last]
 
     def _normalised(self, rows: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """[rows, heads * dim] -> [rows, heads, dim], normalised where the family does so."""
@@ -101,9 +101,9 @@ class Attention:
             return rms_norm(rows, (rows.shape[1],), norm, eps).unflatten(1, (-1, dim))
         return rms_norm(rows.unflatten(1, (-1, dim)), (dim,), norm, eps)
 
-    def _rotated(self, heads: torch.Tensor, count: int) -> torch.Tensor:
-        cos = self._buffers.cos[:count, None]
-        sin = self._buffers.sin[:count, None]
+    def _rotated(self, heads: torch.Tensor, rows: StepRows) -> torch.Tensor:
+        cos = self._buffers.cos[rows.all, None]
+        sin = self._buffers.sin[rows.all, None]
         if self._interleaved:
             one, two = heads[..., 0::2], heads[..., 1::2]
             turned = (one * cos - two * sin, two * cos + one * sin)
@@ -115,8 +115,8 @@ class Attention:
         self, layer: int, first: int, keys: torch.Tensor, values: torch.Tensor, rows: StepRows
     ) -> None:
         inputs, tokens = self._inputs, self._cache.page_tokens
-        positions = inputs.positions[: rows.num_rows]
-        page = inputs.pages[inputs.sequences[: rows.num_rows], positions // tokens]
+        positions = inputs.positions[rows.all]
+        page = inputs.pages[inputs.sequences[rows.all], positions // tokens]
         self._cache.store(layer, first, keys, values, page, positions % tokens)
 
     def _attend_decode(

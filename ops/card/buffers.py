@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from shadowlane.ops.decoder_config import DecoderConfig
+from shadowlane.ops.micro_batch import chunk_part
 
 MIRRORS = 8  # as many as there are step records
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,13 +61,43 @@ class StepRows:
     chunk_sequence: int = 0
     chunk_start: int = 0  # position of the chunk's first row
     subchunk_rows: int = 0  # rows of the chunk that are multiplied together; 0: all of it
+    # Where these rows begin in buffers of all rows of the step, and in those of the chunk alone;
+    # neither is 0 in a micro-batch that has rows before it, and no decode rows.
+    first: int = 0
+    chunk_first: int = 0
 
     @property
     def num_rows(self) -> int:
         return self.num_decode + self.num_prefill
 
+    @property
+    def all(self) -> slice:
+        """Of buffers of all rows of the step, the part that is about these."""
+        return slice(self.first, self.first + self.num_rows)
+
+    @property
+    def chunk(self) -> slice:
+        """The same of buffers of the chunk alone."""
+        return slice(self.chunk_first, self.chunk_first + self.num_prefill)
+
+    def micro_batch(self, number: int, count: int) -> StepRows:
+        """The rows of one micro-batch of `count`, of all rows of a step; see `micro_batch.py`."""
+        if count == 1:
+            return self
+        together = self.subchunk_rows or max(1, self.num_prefill)
+        first, last = chunk_part(number, count, self.num_prefill, together)
+        decode = self.num_decode if number == 0 else 0
+        return replace(
+            self,
+            num_decode=decode,
+            num_prefill=last - first,
+            chunk_start=self.chunk_start + first,
+            first=self.num_decode + first - decode,
+            chunk_first=first,
+        )
+
     def subchunks(self) -> list[tuple[int, int]]:
-        """First row and end of each part of the chunk."""
+        """First row and end of each part of the chunk, counted from the first of these rows."""
         together = self.subchunk_rows or max(1, self.num_prefill)
         return [
             (first, min(first + together, self.num_prefill))

@@ -240,14 +240,14 @@ class CardOperators:
     # Kinds of groups -----------------------------------------------------------------------------
 
     def _embed(self, blocks: Iterable[CardBlock], rows: StepRows) -> None:
-        count, hidden = rows.num_rows, self.config.hidden_size
-        residual = self.buffers.residual[:count]
+        hidden = self.config.hidden_size
+        residual = self.buffers.residual[rows.all]
         table = list(blocks)
         if not table:
-            gathered = self.buffers.gather[:count]
+            gathered = self.buffers.gather[rows.all]
             residual.copy_(expand(self._embedding_layout, gathered, hidden))
             return
-        tokens = self.inputs.tokens[:count]
+        tokens = self.inputs.tokens[rows.all]
         for block in table:
             place = tokens - block.output_row
             is_here = (place >= 0) & (place < block.num_rows)
@@ -265,13 +265,13 @@ class CardOperators:
     ) -> None:
         """qkv, o, down and router: products into their columns, or added to the residual stream."""
         name = {"qkv": "qkv", "router": "router"}.get(group.kind, "residual")
-        output = getattr(self.buffers, name)
+        output = getattr(self.buffers, name)[rows.first :]
         adds = name == "residual"
         decode, chunk = self._inputs(group, rows)
         factor = None
         if has_shared_gate(self.config, group):
             assert self.config.moe is not None
-            factor = self.buffers.router[:, self.config.moe.num_experts, None]
+            factor = self.buffers.router[rows.first :, self.config.moe.num_experts, None]
         starts = part_starts(group)
         for block, first, last in cut_blocks(blocks, output_rows(group, first_unit, last_unit)):
             columns = slice(block.output_row + first, block.output_row + last)
@@ -300,7 +300,7 @@ class CardOperators:
         chunk: torch.Tensor | None,
         rows: StepRows,
     ) -> Iterable[tuple[torch.Tensor, int]]:
-        """(product, first of the step's rows that it is of), of decode rows and of sub-chunks."""
+        """(product, first of these rows that it is of), of decode rows and of sub-chunks."""
         if decode is not None:
             yield self.products.few(decode, block, first, last), 0
         if chunk is not None:
@@ -336,12 +336,12 @@ class CardOperators:
                 place.copy_(found if bias is None else found + bias)
         inner = group.parts[0].rows
         for inputs, at, output in (
-            (decode, 0, self.buffers.activated),
-            (chunk, rows.num_decode, self.buffers.activated_chunk),
+            (decode, 0, of_width(self.buffers.activated, inner)),
+            (chunk, rows.num_decode, of_width(self.buffers.activated_chunk, inner)[rows.chunk]),
         ):
             if inputs is not None:
                 gate, up = (half[at : at + len(inputs)] for half in halves)
-                place = of_width(output, inner)[: len(inputs), slice(*span)]
+                place = output[: len(inputs), slice(*span)]
                 place.copy_(activate(gate, up, self.config.moe))
 
     def _gate_up_fused(
@@ -393,15 +393,15 @@ class CardOperators:
         self, group: GroupDescription, rows: StepRows
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Decode rows, float32, and chunk rows, compute type; None where there are none."""
-        buffers, decode, count = self.buffers, rows.num_decode, rows.num_rows
+        buffers, decode = self.buffers, rows.num_decode
         if group.norm is not None:
-            inputs = self._normalised(group, buffers.residual[:count])
+            inputs = self._normalised(group, buffers.residual[rows.all])
             few, many = inputs[:decode], inputs[decode:].to(self.dtype)
         else:
             name = {"o": "attended", "down": "activated"}[group.kind]
             width = group.parts[0].cols
             few = of_width(getattr(buffers, name), width)[:decode]
-            many = of_width(getattr(buffers, f"{name}_chunk"), width)[: rows.num_prefill]
+            many = of_width(getattr(buffers, f"{name}_chunk"), width)[rows.chunk]
         return (few if decode else None), (many if rows.num_prefill else None)
 
     def _normalised(self, group: GroupDescription, rows: torch.Tensor) -> torch.Tensor:

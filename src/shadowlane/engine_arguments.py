@@ -50,6 +50,7 @@ class EngineArguments:
     shares: Sequence[float] | None = None
     spin_us: int | None = None
     subchunks: int | None = None
+    micro_batches: int | None = None
     trace_routing: str | Path | None = None
     replay_routing: str | Path | None = None
     expert_policy: str | None = None
@@ -137,6 +138,9 @@ def spec_of(path: Path, asked: EngineArguments) -> ServiceSpec:
         subchunks=None
         if asked.subchunks is None
         else whole_number("subchunks", asked.subchunks, 1),
+        micro_batches=None
+        if asked.micro_batches is None
+        else _micro_batches(asked.micro_batches, cards),
         trace_routing=_path("trace_routing", asked.trace_routing),
         replay_routing=_path("replay_routing", asked.replay_routing),
         expert_policy=None
@@ -195,6 +199,13 @@ def _ram(asked: str | int | None, emulated: Emulated | None) -> tuple[int, int |
     machine = emulated.hardware
     most = int(machine.ram_nbytes - machine.reserved_nbytes)
     return min(free.budget_nbytes, most), free.headroom_nbytes
+
+
+def _micro_batches(asked: int, cards: Sequence[CardSettings]) -> int:
+    count = whole_number("micro_batches", asked, 1)
+    if count > 1 and not cards:
+        raise ValueError(f"micro_batches needs cards, which work one behind another; got {count}")
+    return count
 
 
 def _expand(asked: bool | None, *, is_budget_named: bool) -> Expand:

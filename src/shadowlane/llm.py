@@ -69,6 +69,7 @@ class LLM:
     For experiments (the planner chooses otherwise): replan=False keeps the first plan, shares fixes
     the rows of each compute lane, spin_us is how long a wait spins before it sleeps, subchunks is
     how many times `prefill_chunk` tokens of a prompt one step carries at most (1, 2, 4, ...),
+    micro_batches in how many groups, at most, these go through cards one behind another,
     replay_routing makes routers choose what such a file says (what is written then means nothing),
     expert_policy ("lru/layer", ...) keeps a mixture's experts by one policy.
 
@@ -110,6 +111,7 @@ class LLM:
         shares: Sequence[float] | None = None,
         spin_us: int | None = None,
         subchunks: int | None = None,
+        micro_batches: int | None = None,
         trace_routing: str | Path | None = None,
         replay_routing: str | Path | None = None,
         expert_policy: str | None = None,

@@ -28,6 +28,7 @@ from shadowlane.planner.placement import (
     Request,
     Share,
     expert_shares,
+    whole_pages,
 )
 from shadowlane.planner.search import most_kept, place
 from shadowlane.planner.validate import validate_phases
@@ -85,10 +86,12 @@ def over_cards(
     routes: bool = False,
     sums: bool = False,
     streams: bool = False,
+    comes: bool = True,
 ) -> Placement:
     """`whole`, of which all is in RAM, with every group shared out at random.
 
-    A part may live on a card, come over its link (in decode, in prefill, or in both), or stay.
+    A part may live on a card, come over its link (in decode, in prefill, or in both; not at all
+    unless `comes`), or stay.
     Of experts, any may live on cards. embeds: the table of embeddings is the first card's.
     brings: any of the other experts are brought in prefill, as many as RAM has slots for; reads:
     more of them, which the disk reads for links.
@@ -155,7 +158,7 @@ def over_cards(
             ]
             if card is None:
                 lanes = {"decode": "cpu:0", "prefill": "cpu:0"}
-            elif number % 2 == 0 or not within:
+            elif number % 2 == 0 or not within or not comes:
                 lanes = {"decode": card, "prefill": card}
                 resident[card] += within
                 leaves |= {index for index in within if random.random() < 0.5}
@@ -294,6 +297,8 @@ def drawn(
     routes: bool = False,
     sums: bool = False,
     streams: bool = False,
+    comes: bool = True,
+    micro_batches: int = 1,
 ) -> Callable[[Catalog, Request], Placement]:
     """What a scripted planner begins with: a placement over cards at random, which can run.
 
@@ -307,9 +312,64 @@ def drawn(
             assert catalog.experts is not None
             nbytes = slots * catalog.experts.slot_nbytes
             whole = replace(whole, expert_slots=slots, experts_nbytes=nbytes)
-        drawing = {"embeds": embeds, "brings": brings or reads, "reads": reads}
+        drawing = {"embeds": embeds, "brings": brings or reads, "reads": reads, "comes": comes}
         drawing |= {"routes": routes, "sums": sums, "streams": streams}
         placement = over_cards(catalog, whole, seed, cards, **drawing)
+        placement = replace(placement, micro_batches=micro_batches)
+        validate_phases(catalog, placement)
+        return placement
+
+    return first
+
+
+def by_layers(
+    ends: Sequence[int], micro_batches: int = 1
+) -> Callable[[Catalog, Request], Placement]:
+    """As `drawn`: each card has the layers from the end of the one before it up to `ends`; the
+    processor has the rest, and the embedding; the last card the head."""
+    names = [f"gpu:{number}" for number in range(len(ends))]
+
+    def first(catalog: Catalog, request: Request) -> Placement:
+        whole = place(catalog, replace(request, lanes=(LaneSpec("cpu:0", 1),)), CostModel(None))
+        lane_of = {"embed": "cpu:0", "lm_head": names[-1]}
+        for group in catalog.groups:
+            if group.name not in lane_of:
+                layer = int(group.name.split(".")[0])
+                card = sum(layer >= end for end in ends)
+                lane_of[group.name] = "cpu:0" if card == len(ends) else names[card]
+        held: dict[str, list[int]] = {name: [] for name in names}
+        heads = dict.fromkeys(names, 0)
+        for group in catalog.groups:
+            if (name := lane_of[group.name]) in held:
+                held[name] += group.blocks
+                heads[name] += group.units * (group.kind == "attn")
+        room = whole_pages(sum(block.held_nbytes for block in catalog.blocks))
+        parts = tuple(
+            CardPart(
+                lane=name,
+                resident=tuple(sorted(held[name])),
+                decode_sweep=(),
+                prefill_sweep=(),
+                num_slots=0,
+                slot_nbytes=0,
+                budget=1 << 30,
+                weights_nbytes=room,
+                slots_nbytes=0,
+                kv_nbytes=4096 * heads[name],
+            )
+            for name in names
+        )
+        placement = replace(
+            whole,
+            strategy="by layers",
+            lanes=(*whole.lanes, *specs(names)),
+            shares={
+                each.name: (Share(lane_of[each.name], 0, each.units),) for each in catalog.groups
+            },
+            prefill_shares=None,
+            cards=parts,
+            micro_batches=micro_batches,
+        )
         validate_phases(catalog, placement)
         return placement
 

@@ -213,7 +213,7 @@ def test_regions_of_the_arena_do_not_overlap(tiny_model: Callable[..., Path], co
         scratch = blueprint.scratch[placement.subchunks]
         lanes = lanes_of(cores)
         # of the buffers that take turns, the larger half of a layer
-        turn = max(TURN_BUFFERS, key=scratch.turn_nbytes)
+        turn = max(TURN_BUFFERS, key=lambda names: sum(getattr(scratch, name) for name in names))
         regions = [
             (layout.constants, blueprint.catalog.constants_nbytes),
             (layout.kv, placement.kv_nbytes),

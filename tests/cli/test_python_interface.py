@@ -56,6 +56,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_batch": 99}, "max_batch must be between 1 and 8; got 99"),
         ({"prefill_chunk": 0}, "prefill_chunk must be at least 1; got 0"),
         ({"subchunks": 0}, "subchunks must be at least 1; got 0"),
+        ({"micro_batches": 0}, "micro_batches must be at least 1; got 0"),
+        ({"micro_batches": 2}, "micro_batches needs cards, which work one behind another; got 2"),
         ({"logit_rows": 0}, "logit_rows must be at least 1; got 0"),
         ({"spin_us": -1}, "spin_us must be between 0 and 1000000000; got -1"),
         ({"spin_us": 0.5}, "spin_us must be a whole number; got 0.5"),

@@ -28,5 +28,26 @@ def test_attention_reads_and_computes_what_windows_leave(
     record = np.zeros(t.RECORD_HEADER_FIELDS + 16, np.int64)
     record[t.NUM_DECODE] = num_decode
     record[t.NUM_PREFILL] = len(positions) - num_decode
+    record[t.SUBCHUNK_ROWS] = 4
     record[t.RECORD_HEADER_FIELDS :].view(np.int32)[: len(positions)] = positions
-    assert law.tokens_attended(geometry, record.ctypes.data, window) == expected
+    row = np.zeros(t.INSTRUCTION_COLUMNS, np.int64)
+    row[t.WINDOW], row[t.MICRO_BATCHES] = window, 1
+    assert law.tokens_attended(geometry, row, record.ctypes.data) == expected
+
+
+def test_a_micro_batch_is_so_many_rows() -> None:
+    """Of a decode row and three sub-chunks of two rows, at 7 and from 100 on."""
+    geometry = np.zeros(t.GEOMETRY_FIELDS, np.int64)
+    geometry[t.RECORD_POSITIONS] = t.RECORD_HEADER_FIELDS * 8
+    record = np.zeros(t.RECORD_HEADER_FIELDS + 16, np.int64)
+    record[t.NUM_DECODE], record[t.NUM_PREFILL], record[t.SUBCHUNK_ROWS] = 1, 5, 2
+    positions = [7, 100, 101, 102, 103, 104]
+    record[t.RECORD_HEADER_FIELDS :].view(np.int32)[: len(positions)] = positions
+    row = np.zeros(t.INSTRUCTION_COLUMNS, np.int64)
+    row[t.MICRO_BATCHES] = 2
+    found = []
+    for number in range(2):
+        row[t.MICRO_BATCH] = number
+        at = record.ctypes.data
+        found.append((law.count_rows(row, at), law.tokens_attended(geometry, row, at)))
+    assert found == [(5, (8 + 104, 8 + 101 + 102 + 103 + 104)), (1, (105, 105))]

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from shadowlane.actors.emulation import World
+from shadowlane.actors.emulation import Hidden, World
 from shadowlane.planner.hybrid import Load, Plan, Site, Work
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
 from shadowlane.planner.hybrid_layouts import PIPELINED, Question, by_hand, in_micro_batches, pack
+from shadowlane.planner.hybrid_learning import learned
 from shadowlane.planner.hybrid_search import ALIKE, search
 from shadowlane.planner.hybrid_synthetic import CARD, MACHINE, dense
 from shadowlane.planner.hybrid_synthetic import small_model as model
@@ -58,6 +59,16 @@ def test_the_planner_and_the_world_agree(plan: Plan) -> None:
         )
         decode = Work(context=512, max_context=4096)
         assert question.times(split, work=decode) == question.times(plan, work=decode)
+
+
+def test_rows_of_one_micro_batch_tell_how_fast_the_link_is() -> None:
+    wide = replace(LAYERS, row_nbytes=1e5)
+    question = Question(wide, TWO, PROMPT)
+    plan = replace(HALVES, micro_batches=8)
+    for link in (0.5, 1.0, 1.5):
+        world = World(wide, TWO, Hidden(link=link))
+        found = learned(question, TWO, plan, world.step(plan, PROMPT), is_fresh=True)
+        assert found.cards[0].h2d_bytes_per_s == pytest.approx(link * CARD.h2d_bytes_per_s, rel=0.1)
 
 
 def test_the_head_is_asked_once() -> None:
