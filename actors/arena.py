@@ -283,15 +283,15 @@ def plan_layout(
     used = cursor - budget_start - on_cards
     expected = placement.total_nbytes + weights_nbytes - placement.weights_nbytes
     assert used == expected, (used, expected)
+    may_stream = (may_shrink or bool(placement.cards)) and blueprint.experts is None
+    if may_stream and not num_slots:
+        num_slots = later_slots(placement.slot_nbytes)
+        ring = take(num_slots * placement.slot_nbytes)
     largest = max((whole_pages(nbytes) for nbytes in blueprint.held_nbytes), default=0)
     landing_nbytes = max(LANDING_NBYTES, largest) if are_here else 0
     landing = take(landing_nbytes)
-    first_copied = weights if blueprint.experts is None else ring  # experts may be read there
+    first_copied = min(ring, weights)
     pinned_weights = (first_copied, cursor - first_copied)
-    may_stream = (may_shrink or bool(placement.cards)) and blueprint.experts is None
-    if may_stream and not num_slots:  # no card reads what comes off the disk: none pins it
-        num_slots = later_slots(placement.slot_nbytes)
-        ring = take(num_slots * placement.slot_nbytes)
     cards = tuple(
         _own_memory(card, spare_nbytes(blueprint))
         if are_here

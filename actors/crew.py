@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shadowlane.actors import disk_lane as disk
-from shadowlane.actors.arena import LINK_COUNTER, Arena, ArenaLayout
+from shadowlane.actors.arena import LINK_COUNTER, STEP_COUNTER, Arena, ArenaLayout
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.card_crew import (
     ChangeOfHeads,
@@ -24,6 +24,7 @@ from shadowlane.actors.card_crew import (
 )
 from shadowlane.actors.copy_choice import Choice
 from shadowlane.actors.copy_ring import ring_nbytes
+from shadowlane.actors.disk_sweep import Sweep
 from shadowlane.actors.held_heads import heads_on, page_nbytes
 from shadowlane.actors.hosts import Host, Pending, Remote, Settled
 from shadowlane.actors.moves import Mover, Moves, Progress
@@ -370,19 +371,14 @@ class Crew:
         if not keeps_ring:
             self.disk_base = self.disk_lane.call("park").result()
         published = self._published[placement.placement_id]
-        programs = published.programs.get(phase, published.programs["decode"])
+        programs = published.programs
+        if placement.prefill_sweep:  # each phase has its own, and is told so when it begins
+            programs = {"decode": programs.get(phase, programs["decode"])}
         counters = {lane.name: number for number, lane in enumerate(self.lanes)}
-        bases = dict(enumerate(self.lane_bases))
-        for card, part in enumerate(placement.cards):
-            counters[part.link] = LINK_COUNTER + card
-            bases[LINK_COUNTER + card] = self._link_bases[card]
-        sweep = disk.Sweep.of(
-            programs[DISK_LANE],
-            placement.num_slots,
-            self.disk_base,
-            counters,
-            bases,
-            {number: len(programs[name].instructions) for name, number in counters.items()},
+        counters |= {part.link: LINK_COUNTER + n for n, part in enumerate(placement.cards)}
+        step = self._arena.base + self._layout.counter(STEP_COUNTER)
+        sweep = Sweep.of(
+            programs, placement.num_slots, self.disk_base, counter_value(step) + 1, counters
         )
         homes = self.mover.homes_of(placement)
         self.disk_lane.call("adopt", sweep, homes, placement.placement_id).result()

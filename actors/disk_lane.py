@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
@@ -25,7 +24,6 @@ from shadowlane.actors.arena import (
     DISK_SPAN_RING,
     DISK_STATISTICS,
     GATHER_COUNTER,
-    RECORD_RING,
     STEP_COUNTER,
     Arena,
     ArenaHandle,
@@ -33,6 +31,7 @@ from shadowlane.actors.arena import (
 )
 from shadowlane.actors.arranged_experts import Piece
 from shadowlane.actors.blueprint import PAGE, Blueprint
+from shadowlane.actors.disk_sweep import Sweep, is_over, wanted_counters
 from shadowlane.actors.expert_reader import (
     ExpertReader,
     ExpertStatistics,
@@ -42,6 +41,7 @@ from shadowlane.actors.expert_reader import (
 from shadowlane.actors.expert_sources import Extent
 from shadowlane.actors.file_range import FileRange
 from shadowlane.actors.predecessor import take_over
+from shadowlane.actors.records import record_header, record_offset
 from shadowlane.actors.scratch import gather_stride
 from shadowlane.actors.spec import READ_DEPTH
 from shadowlane.ops import emulated as law
@@ -57,7 +57,6 @@ from shadowlane.ops.atomics import (
 from shadowlane.ops.file_reads import read_range
 from shadowlane.ops.warm import warm_arranging
 from shadowlane.planner.heat import Heat
-from shadowlane.planner.program import Program, Read
 
 LOOK_UP_NS = 50_000_000
 
@@ -77,44 +76,6 @@ LOOK_UP_NS = 50_000_000
 ) = range(11)
 
 Span = Callable[[str], AbstractContextManager[object]]
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """What the lane reads under one placement, and from where it counts.
-
-    Step k (0 = the first under this placement) begins at ordinal `base + k * len(blocks)`, when
-    the lane with counter n has retired `lane_bases[n] + k * lane_lengths[n]` instructions.
-    """
-
-    blocks: tuple[int, ...]  # and, behind all of them, routed experts
-    consumers: tuple[tuple[tuple[int, int], ...], ...]  # per ordinal: (counter, rel) that free it
-    num_slots: int
-    base: int
-    lane_bases: Mapping[int, int]
-    lane_lengths: Mapping[int, int]
-
-    @staticmethod
-    def of(
-        program: Program,
-        num_slots: int,
-        base: int,
-        lanes: Mapping[str, int],
-        lane_bases: Mapping[int, int],
-        lane_lengths: Mapping[int, int],
-    ) -> Sweep:
-        """lanes: the counter of each compute lane, and of each link."""
-        reads = [each for each in program.instructions if isinstance(each, Read)]
-        return Sweep(
-            blocks=tuple(read.block for read in reads),
-            consumers=tuple(
-                tuple((lanes[wait.lane], wait.rel) for wait in read.consumers) for read in reads
-            ),
-            num_slots=num_slots,
-            base=base,
-            lane_bases=lane_bases,
-            lane_lengths=lane_lengths,
-        )
 
 
 class DiskLane:
@@ -402,30 +363,39 @@ class DiskLane:
 
     def _wait_free(self, sweep: Sweep, ordinal: int) -> bool:
         """Wait until the slot of an ordinal may be overwritten; False if parked meanwhile."""
-        local = ordinal - sweep.base
-        waits = []
-        freed = local - sweep.num_slots
-        if freed >= 0:
-            step, place = divmod(freed, len(sweep.blocks))
-            waits += [(lane, step, rel) for lane, rel in sweep.consumers[place]]
-        if not self._prefetch:  # read when the instruction before the consumer has retired
-            step, place = divmod(local, len(sweep.blocks))
-            waits += [(lane, step, rel - 1) for lane, rel in sweep.consumers[place]]
-        counters = [
-            (lane, sweep.lane_bases[lane] + step * sweep.lane_lengths[lane] + rel)
-            for lane, step, rel in waits
-        ]
+        freed = ordinal - sweep.num_slots
+        if freed >= sweep.base and not self._wait_used(sweep, freed):
+            return False
+        # Read when the instruction before the consumer has retired.
+        if not self._prefetch and not self._wait_used(sweep, ordinal, early=1):
+            return False
         # NOTE: consumers of a void step retire without their blocks: what they have not waited for
         # may still be on its way into the slot.
-        counters.append((DISK_COUNTER, ordinal - sweep.num_slots + 1))
-        for counter, wanted in counters:
-            while True:
-                status = wait_counter(self._address(counter), wanted, self._abort, 0, LOOK_UP_NS)
-                if status == WAIT_OK:
-                    break
-                if status == WAIT_ABORTED or self._paused or self._stopping:
-                    return False
-        return not self._paused
+        return self._wait_for(DISK_COUNTER, freed + 1) and not self._paused
+
+    def _wait_used(self, sweep: Sweep, ordinal: int, early: int = 0) -> bool:
+        """Wait until nobody needs what was read any more, or so many instructions before that.
+
+        Its step must have begun: before, nobody knows who will. When it is over, nobody does.
+        """
+        step = sweep.step_of(ordinal)
+        if not self._wait_for(STEP_COUNTER, step):
+            return False
+        return all(
+            self._wait_for(counter, wanted - early, in_step=step)
+            for counter, wanted in wanted_counters(self._arena, self._layout, sweep, ordinal)
+        )
+
+    def _wait_for(self, counter: int, wanted: int, in_step: int | None = None) -> bool:
+        """False if parked meanwhile. in_step: after this step it does not matter any more."""
+        while True:
+            status = wait_counter(self._address(counter), wanted, self._abort, 0, LOOK_UP_NS)
+            if status == WAIT_OK:
+                return True
+            if status == WAIT_ABORTED or self._paused or self._stopping:
+                return False
+            if in_step is not None and is_over(self._arena, self._layout, in_step):
+                return True
 
     def _read_ordinal(self, sweep: Sweep, ordinal: int) -> bool:
         block = sweep.blocks[(ordinal - sweep.base) % len(sweep.blocks)]
@@ -483,8 +453,8 @@ class DiskLane:
 
     def _gather(self, step: int) -> None:
         layout, blueprint = self._layout, self._blueprint
-        record = layout.records + (step % RECORD_RING) * layout.record_nbytes
-        header = self._arena.view(record, np.int64, t.RECORD_HEADER_FIELDS)
+        record = record_offset(layout, step)
+        header = record_header(self._arena, layout, step)
         count = int(header[t.NUM_DECODE] + header[t.NUM_PREFILL])
         self._check_unchanged(blueprint.embedding.path)
         tokens = self._arena.view(record + layout.record_offsets["tokens"], np.int32, count)

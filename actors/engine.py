@@ -221,8 +221,11 @@ class Engine:
             is_emulated=emulated is not None,
             may_shrink=emulated is not None or self.settings.headroom is not None,
         )
-        # Room for blocks that may come to RAM later is pinned, and so taken, where cards are here.
+        # Room for blocks that may come to RAM later is pinned, and so taken, where cards are here;
+        # so is the ring that they may come through.
         touched = self.layout.weights_nbytes - first.weights_nbytes + self.layout.landing_nbytes
+        if self.settings.are_cards_here:
+            touched += self.layout.num_slots * self.layout.slot_nbytes - first.slots_nbytes
         if emulated is not None:  # cards' memory is here, too
             touched = sum(card.total_nbytes for card in first.cards)
         check_room(self.layout.budget_start + first.total_nbytes + touched)

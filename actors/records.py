@@ -53,6 +53,16 @@ class StepPlan:
         return max(row.position for row in self.rows) + 1
 
 
+def record_offset(layout: ArenaLayout, step: int) -> int:
+    """Where in the arena the record of a step is, until eight steps later."""
+    return layout.records + step % RECORD_RING * layout.record_nbytes
+
+
+def record_header(arena: Arena, layout: ArenaLayout, step: int) -> np.ndarray:
+    """The fields of its header, int64 [RECORD_HEADER_FIELDS]."""
+    return arena.view(record_offset(layout, step), np.int64, t.RECORD_HEADER_FIELDS)
+
+
 class RecordWriter:
     """Writes step records into the ring. Sequences hold their pages one behind the other.
 

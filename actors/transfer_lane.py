@@ -22,7 +22,6 @@ import numpy as np
 from shadowlane.actors.arena import (
     DISK_COUNTER,
     LINK_STATISTICS,
-    RECORD_RING,
     STEP_COUNTER,
     TRY_COUNTER,
     Arena,
@@ -40,6 +39,7 @@ from shadowlane.actors.link_statistics import (
     MOVED_NBYTES,
     SWEEP_NBYTES,
 )
+from shadowlane.actors.records import record_header
 from shadowlane.ops import table as t
 from shadowlane.ops.atomics import WAIT_OK, counter_value, wait_counter
 from shadowlane.planner.placement import DISK_LANE, Placement
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from shadowlane.actors.card_copier import CardCopier
     from shadowlane.actors.cuda.driver import Driver
     from shadowlane.actors.cuda.memory import CardMemoryHandle
+
+SOON_NS = 10_000_000  # after which whoever waits for the disk looks whether another step has begun
 
 Span = Callable[[str], AbstractContextManager[object]]
 
@@ -279,8 +281,7 @@ class _Sweeps:
         """Read the newest step's record; drop what was copied ahead for another kind of step."""
         lane = self._lane
         self._step = counter_value(lane._address(STEP_COUNTER))
-        record = lane._layout.records + (self._step % RECORD_RING) * lane._layout.record_nbytes
-        header = lane._arena.view(record, np.int64, t.RECORD_HEADER_FIELDS)
+        header = record_header(lane._arena, lane._layout, self._step)
         phase: Phase = "decode" if header[t.PHASE] == t.DECODE else "prefill"
         wanted = lane._transfers.get((int(header[t.PLACEMENT]), phase))
         base, card_base = (
@@ -326,7 +327,7 @@ class _Sweeps:
             return True
         abort = lane._arena.base + lane._layout.abort
         disk = lane._address(DISK_COUNTER)
-        if wait_counter(disk, ordinal + 1, abort, 0, LOOK_UP_NS) == WAIT_OK:
+        if wait_counter(disk, ordinal + 1, abort, 0, SOON_NS) == WAIT_OK:
             return True
         lane._copies.look()
         return False

@@ -81,8 +81,6 @@ def place_on_cards(
     room = request.ram - sum(fixed.values())
     num_slots = _fit_ram(draft, request, fixed)
     resident, sweep = _residence(draft)
-    if sweep:
-        draft.bring_alike()
     weights = sum(block.held_nbytes for block in catalog.blocks if resident[block.index])
     experts = catalog.experts
     parts = draft.card_parts()

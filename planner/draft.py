@@ -75,8 +75,6 @@ class Draft:
         ]
         self.sources = Sources(catalog)  # of experts that come for prompts
         self._sites = self._sites_of(plan, question)
-        if any(self.wanted_on_disk(index) for index in range(len(self._sites))):
-            self.bring_alike()
         self.sections = self._rounded()
 
     def groups(self) -> Iterator[tuple[Group, Cuts, Sections]]:
@@ -108,14 +106,6 @@ class Draft:
                 site = replace(site, brought=0.0)
             found.append(site)
         return found
-
-    def bring_alike(self) -> None:
-        """What comes off the disk comes in one order, so that all phases have the same shares."""
-        if any(site.brought != site.brought_prefill for site in self._sites):
-            self.notes.append(
-                "prompts have the same shares as single tokens, because weights are read from disk"
-            )
-            self._sites = [replace(site, brought_prefill=site.brought) for site in self._sites]
 
     def wanted_on_disk(self, index: int) -> float:
         """The part of one group that the plan leaves only on disk. Of mixtures only experts are."""
@@ -164,7 +154,7 @@ class Draft:
             if until:
                 before = cuts.nbytes[first]
                 wanted = before + part * (cuts.total - before)
-                most = own.ram - (group.kind == "experts")  # behind them is their sum
+                most = cuts.last - (group.kind == "experts")  # behind them is their sum
                 end = carry.round(group.kind, cuts, wanted, first, most)
             ends.append(end)
             untils.append(until)

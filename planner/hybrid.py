@@ -85,7 +85,6 @@ class Model:
     row_nbytes: float  # activation of one row, as it crosses a link
     fixed_ram_nbytes: float  # embedding rows, constants, scratch
     max_context: int
-    is_ours: bool = False  # as our own lanes run it, see `model_of`
     # What follows from the loads: for each a number, the same for those that differ in name and
     # layer alone; where each layer begins and ends; and of experts the undivided router.
     alike: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -135,9 +134,7 @@ def model_of(
     is_ours: as our own lanes run it. One of them computes a layer's router and adds up its experts:
     the processor, or, if `cards_route`, a card. Experts come over no link for an answer, since a
     router chooses too late, and for prompts if `brings_experts`. cards_here: not emulated.
-    What comes off the disk of a dense model is the processor's, and where anything does, all
-    phases bring the same. Of keys and values all are kept, in whole pages, however far layers look
-    back.
+    Of keys and values all are kept, in whole pages, however far layers look back.
     """
     attns = sum(1 for group in catalog.groups if group.kind == "attn")
     kv_nbytes = catalog.page_nbytes / catalog.page_tokens / max(1, attns)
@@ -172,7 +169,7 @@ def model_of(
     cols = next(group.cols for group in catalog.groups if group.kind == "qkv")
     fixed = gathered + catalog.constants_nbytes + catalog.scratch_nbytes
     row_nbytes = cols * ACTIVATION_NBYTES
-    return Model(name, tuple(loads), row_nbytes, fixed, catalog.max_context, is_ours)
+    return Model(name, tuple(loads), row_nbytes, fixed, catalog.max_context)
 
 
 def whole_on(vram: float, over: Sequence[float]) -> int | None:

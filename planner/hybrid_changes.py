@@ -11,7 +11,6 @@ from dataclasses import replace
 from random import Random
 
 from shadowlane.planner.hybrid import (
-    NOTHING,
     Model,
     Plan,
     all_kv_nbytes,
@@ -46,21 +45,6 @@ def bring(question: Question, start: Answer, best: Answer) -> Answer:
     spread = shrunk(question, Spread.of(start.plan))
     brought = brought_of(start.plan)
     name = start.plan.name.removesuffix(", prompts streamed")
-    if question.model.is_ours and any(
-        load.nbytes and not load.experts and site.vram + site.ram < 1.0 - NOTHING
-        for load, site in zip(question.model.loads, start.plan.sites, strict=True)
-    ):  # all phases bring the same: what is best for one may be bad for another
-        ways = _ways_to_bring(question.model, spread.vram, brought[question.work.phase])
-        plans = (
-            settle(
-                question,
-                f"{name}, {what} brought" if what else start.plan.name,
-                spread,
-                dict.fromkeys(brought, each),
-            )
-            for what, each in ways
-        )
-        return best_of(question, [start.plan, *plans], best)
     plan: Plan | None = None
     for work in question.works:
         kept = brought[work.phase]

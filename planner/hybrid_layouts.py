@@ -187,9 +187,6 @@ def settle(
             in_decode, in_prefill = 0.0, in_prefill if load.comes else 0.0
         if any(over[card] for card in closed):  # there is no ring, and there will be none
             in_decode = in_prefill = 0.0
-        if model.is_ours and dense_kept < 1.0:
-            # What is read is the processor's, in all phases alike.
-            in_decode = in_prefill = min(in_decode, kept)
         key = (vram, kept, in_decode, over, in_prefill)
         if key not in known:
             is_off = vram < 1.0

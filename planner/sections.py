@@ -1,7 +1,7 @@
 """Where a group may be cut, and where its sections end: fractions of bytes rounded to whole blocks.
 
 The units of a group are parted, by rising unit, into what lives on the first card, on the second,
-and so on, what is in RAM, and what is only on disk; of what is in RAM, the first part may be
+and so on, what is in RAM, and what is only on disk; of what is on no card, the first part may be
 brought to cards in a step. All ends are places at which no block is cut, given by their index.
 """
 
@@ -134,7 +134,7 @@ class Sections:
     """Where the sections of one group end, as places of its cuts."""
 
     ends: list[int]  # of what lives on each card, up to it; of the last card: of all
-    ram: int  # of what is in RAM, brought or not; from there on: only on disk
+    ram: int  # of what is in RAM; from there on: only on disk. Both may be brought
 
     @property
     def on_cards(self) -> int:

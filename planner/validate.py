@@ -1,13 +1,15 @@
 """Are these programs those of this placement, and can they run for ever without waiting for ever?
 
-The first half compares program and placement; the second runs three steps on counters alone. A
+The first half compares program and placement; the second runs a few steps on counters alone. A
 lane's next instruction depends on nothing but counters, and counters only grow, so the order in
 which the lanes are tried cannot change whether they get through: one order proves it for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
 from shadowlane.planner.catalog import Catalog, Group
 from shadowlane.planner.micro_batches import check_micro_batches
@@ -18,6 +20,7 @@ from shadowlane.planner.program import (
     Program,
     Read,
     Wait,
+    build_programs,
     units_of_experts,
 )
 from shadowlane.planner.search import most_kept
@@ -59,11 +62,24 @@ def validate(
     _check_dependencies(catalog, placement, programs, phase)
     for stream in streams.values():
         _check_reads(catalog, placement, programs, stream, phase)
-    _run_counters(placement, programs, streams, steps, first_counter)
+    _run_counters(placement, {phase: programs}, (phase,) * steps, first_counter)
+
+
+def validate_phases(
+    catalog: Catalog,
+    placement: Placement,
+    phases: Sequence[Phase] = ("prefill", "decode", "decode", "prefill", "prefill", "decode"),
+) -> None:
+    """`validate` of each phase, and steps of one after steps of another."""
+    programs: dict[Phase, dict[str, Program]] = {}
+    for phase in dict.fromkeys(phases):
+        programs[phase] = build_programs(catalog, placement, phase)
+        validate(catalog, placement, programs[phase], phase)
+    _run_counters(placement, programs, phases, COUNTER_MASK - 5)
 
 
 def _check_cards(catalog: Catalog, placement: Placement) -> None:
-    """Cards hold what they may, and what is brought to them lies in RAM."""
+    """Cards hold what they may, and what is brought to them lies in RAM or is read."""
     for card in placement.cards:
         if card.total_nbytes > card.budget:
             raise InconsistentPrograms(
@@ -85,14 +101,14 @@ def _check_cards(catalog: Catalog, placement: Placement) -> None:
                     f"{card.link} brings {catalog.held_nbytes(index)} bytes of {index} at once; a "
                     f"slot of {card.lane} has {card.slot_nbytes}"
                 )
-            if not catalog.is_expert(index) and not placement.resident[index]:
+            if not (
+                catalog.is_expert(index) or placement.resident[index] or index in placement.sweep
+            ):
                 raise InconsistentPrograms(
                     f"{card.link} brings block {index} of {catalog.blocks[index].group}, which is "
-                    "not in RAM"
+                    "neither in RAM nor read"
                 )
     _check_experts(catalog, placement)
-    if placement.prefill_shares is not None and placement.sweep:
-        raise InconsistentPrograms("prompts cannot have shares of their own beside a sweep")
 
 
 def _check_experts(catalog: Catalog, placement: Placement) -> None:
@@ -396,55 +412,71 @@ def _check_passed_on(
 
 def _run_counters(
     placement: Placement,
-    programs: Mapping[str, Program],
-    streams: Mapping[str, Stream],
-    steps: int,
+    programs: Mapping[Phase, Mapping[str, Program]],
+    phases: Sequence[Phase],
     first_counter: int,
 ) -> None:
+    """Steps of these phases, one after the other, on counters alone.
+
+    The disk reads on into steps that have not begun; links may, which is left out here: who waits
+    longer can only run into more deadlocks.
+    """
+    lanes = programs[phases[0]].keys()
+    slots = {DISK_LANE: placement.num_slots} | {c.link: c.num_slots for c in placement.cards}
     compute = [lane.name for lane in placement.lanes]
-    counters = dict.fromkeys(programs, first_counter & COUNTER_MASK)
-    start = dict(counters)
-    retired = dict.fromkeys(programs, 0)
-    lengths = {name: len(program.instructions) for name, program in programs.items()}
+    per_step = [
+        {lane: len(programs[phase][lane].instructions) for lane in lanes} for phase in phases
+    ]
+    ends = {lane: list(accumulate(each[lane] for each in per_step)) for lane in lanes}
+    retired = dict.fromkeys(lanes, 0)
+
+    def place_of(lane: str, number: int) -> tuple[int, int]:
+        """(step, place in its program) of the instruction after so many."""
+        step = bisect_right(ends[lane], number)
+        return step, number - (ends[lane][step - 1] if step else 0)
 
     def is_passed(wait: Wait, step: int) -> bool:
-        base = start[wait.lane] + step * lengths[wait.lane]
-        return is_reached(counters[wait.lane], base + wait.rel)
+        base = first_counter + (ends[wait.lane][step - 1] if step else 0)
+        counter = (first_counter + retired[wait.lane]) & COUNTER_MASK
+        return is_reached(counter, base + wait.rel)
+
+    def is_filled(step: int) -> bool:
+        """When all compute lanes are through the one before it."""
+        return not step or all(retired[lane] >= ends[lane][step - 1] for lane in compute)
 
     def can_retire(name: str) -> bool:
-        step, position = divmod(retired[name], lengths[name])
-        if step >= steps:
+        if retired[name] == ends[name][-1]:
             return False
-        instruction = programs[name].instructions[position]
+        step, position = place_of(name, retired[name])
+        instruction = programs[phases[step]][name].instructions[position]
+        if name != DISK_LANE and not is_filled(step):
+            return False
         if isinstance(instruction, Read):
             if not all(is_passed(wait, step) for wait in instruction.waits):
                 return False
-            overwritten = retired[name] - streams[name].num_slots
+            overwritten = retired[name] - slots[name]
             if overwritten < 0:
                 return True
-            old_step, old_position = divmod(overwritten, lengths[name])
-            old = programs[name].instructions[old_position]
+            old_step, old_position = place_of(name, overwritten)
+            old = programs[phases[old_step]][name].instructions[old_position]
             assert isinstance(old, Read)
-            return all(is_passed(wait, old_step) for wait in old.consumers)
-        if any(retired[peer] < step * lengths[peer] for peer in compute):
-            return False  # a step is filled only when all compute lanes are through the last one
+            return is_filled(old_step) and all(is_passed(wait, old_step) for wait in old.consumers)
         return all(is_passed(wait, step) for wait in (*instruction.waits, *instruction.joins))
 
-    names = [name for name in programs if lengths[name]]
     progressed = True
     while progressed:
         progressed = False
-        for name in names:
+        for name in lanes:
             while can_retire(name):
                 retired[name] += 1
-                counters[name] = (counters[name] + 1) & COUNTER_MASK
                 progressed = True
-    stuck = [name for name in names if retired[name] < steps * lengths[name]]
-    if stuck:
+    places = {
+        name: place_of(name, retired[name]) for name in lanes if retired[name] < ends[name][-1]
+    }
+    if places:
         story = "; ".join(
-            f"{name} at {programs[name].instructions[retired[name] % lengths[name]]} "
-            f"of step {retired[name] // lengths[name]}"
-            for name in stuck
+            f"{name} at {programs[phases[step]][name].instructions[position]} of step {step}"
+            for name, (step, position) in places.items()
         )
-        rings = ", ".join(f"{each.num_slots} slots of {name}" for name, each in streams.items())
+        rings = ", ".join(f"{count} slots of {name}" for name, count in slots.items())
         raise InconsistentPrograms(f"deadlock with {rings}: {story}")

@@ -30,9 +30,8 @@ from shadowlane.planner.placement import (
     expert_shares,
     whole_pages,
 )
-from shadowlane.planner.program import build_programs
 from shadowlane.planner.search import most_kept, place
-from shadowlane.planner.validate import validate
+from shadowlane.planner.validate import validate_phases
 
 OPTIONS = Options(context=128, prefill_chunk=24)
 
@@ -86,6 +85,7 @@ def over_cards(
     reads: bool = False,
     routes: bool = False,
     sums: bool = False,
+    streams: bool = False,
     comes: bool = True,
 ) -> Placement:
     """`whole`, of which all is in RAM, with every group shared out at random.
@@ -96,7 +96,7 @@ def over_cards(
     brings: any of the other experts are brought in prefill, as many as RAM has slots for; reads:
     more of them, which the disk reads for links.
     routes: any lane may choose the experts of a layer, and any may add up what they give; sums:
-    any may add up.
+    any may add up. streams: any of what lives on no card may be only on disk.
     """
     random = Random(seed)
     names = [f"gpu:{number}" for number in range(cards)]
@@ -197,6 +197,18 @@ def over_cards(
         )
         for number, name in enumerate(names)
     )
+    if streams:
+        here = {index for held in resident.values() for index in held}
+        here |= {
+            index for group in catalog.groups if group.kind == "embed" for index in group.blocks
+        }
+        others = [block.index for block in catalog.blocks if block.index not in here]
+        part = random.choice((0.1, 0.5, 1.0))
+        sweep = tuple(index for index in others if random.random() < part)
+        leaves |= set(sweep)
+        whole = replace(
+            whole, num_slots=MIN_SLOTS, slots_nbytes=MIN_SLOTS * catalog.slot_nbytes, sweep=sweep
+        )
     kept = tuple(is_kept and index not in leaves for index, is_kept in enumerate(whole.resident))
     if reads:
         ring = {"num_slots": MIN_SLOTS, "slot_nbytes": slot_nbytes}
@@ -284,6 +296,7 @@ def drawn(
     reads: bool = False,
     routes: bool = False,
     sums: bool = False,
+    streams: bool = False,
     comes: bool = True,
     micro_batches: int = 1,
 ) -> Callable[[Catalog, Request], Placement]:
@@ -300,10 +313,10 @@ def drawn(
             nbytes = slots * catalog.experts.slot_nbytes
             whole = replace(whole, expert_slots=slots, experts_nbytes=nbytes)
         drawing = {"embeds": embeds, "brings": brings or reads, "reads": reads, "comes": comes}
-        placement = over_cards(catalog, whole, seed, cards, routes=routes, sums=sums, **drawing)
+        drawing |= {"routes": routes, "sums": sums, "streams": streams}
+        placement = over_cards(catalog, whole, seed, cards, **drawing)
         placement = replace(placement, micro_batches=micro_batches)
-        for phase in ("decode", "prefill"):
-            validate(catalog, placement, build_programs(catalog, placement, phase), phase)
+        validate_phases(catalog, placement)
         return placement
 
     return first
@@ -357,8 +370,7 @@ def by_layers(
             cards=parts,
             micro_batches=micro_batches,
         )
-        for phase in ("decode", "prefill"):
-            validate(catalog, placement, build_programs(catalog, placement, phase), phase)
+        validate_phases(catalog, placement)
         return placement
 
     return first

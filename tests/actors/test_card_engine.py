@@ -47,6 +47,7 @@ def expected(model: Path, blocks_of_a_page: None) -> tuple[list[int], np.ndarray
         return engine.generate(PROMPT), engine.logits(PROMPT)
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("seed", range(5))
 def test_any_placement_gives_the_same_tokens(
@@ -54,10 +55,12 @@ def test_any_placement_gives_the_same_tokens(
     expected: tuple[list[int], np.ndarray],
     seed: int,
     cards: int,
+    streams: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokens, logits = expected
-    with fake_cards(monkeypatch, cards), on_cards(model, drawn(seed, cards), cards) as engine:
+    first = drawn(seed, cards, streams=streams)
+    with fake_cards(monkeypatch, cards), on_cards(model, first, cards) as engine:
         assert engine.generate(PROMPT) == tokens
         assert np.abs(engine.logits(PROMPT) - logits).max() <= TOLERANCE
 
@@ -77,7 +80,10 @@ def test_without_memory_operations_or_without_pinned_weights(
     is_staged: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with fake_cards(monkeypatch, **abilities), on_cards(model, drawn(2, 1)) as engine:
+    first = drawn(2, 1, streams=True)
+    with fake_cards(monkeypatch, **abilities), on_cards(model, first) as engine:
+        (part,) = engine.engine.placement.cards
+        assert set(part.decode_sweep).intersection(engine.engine.placement.sweep)
         lane = engine.engine.crew.cards[0]._target._lane  # type: ignore[attr-defined]
         assert lane.streams.mode == mode
         assert (lane.access.staging is not None) == is_staged

@@ -103,9 +103,10 @@ def test_deaths_while_experts_move(
         assert engine.generate(PROMPT, max_tokens=24) == tokens
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_deaths_at_any_moment_while_plans_change(
-    model: Path, expected: list[int], seed: int, monkeypatch: pytest.MonkeyPatch
+    model: Path, expected: list[int], seed: int, streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
     draw = random.Random(seed)
@@ -114,14 +115,14 @@ def test_deaths_at_any_moment_while_plans_change(
         ram=AMPLE,
         options=OPTIONS,
         cores=ONE_THREAD,
-        first=drawn(seed, CARDS),
+        first=drawn(seed, CARDS, streams=streams),
         cards=(CardSettings(1 << 30),) * CARDS,
         emulated=Emulated(machine_with(CARDS), seed=seed, slowed=1.0),
     ) as engine:
         planner, running_now = engine.planner, engine.engine
         assert planner is not None
         for turn in range(1, 6):
-            again = drawn(100 * seed + turn, CARDS)(
+            again = drawn(100 * seed + turn, CARDS, streams=streams)(
                 running_now.blueprint.catalog, running_now.request
             )
             planner.script.append((20 * turn, replace(again, placement_id=turn)))

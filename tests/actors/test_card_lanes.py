@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 from cards import drawn, machine_with
-from inprocess import AMPLE, ONE_THREAD, cut, running, weights_nbytes
+from inprocess import AMPLE, ONE_THREAD, collect, cut, running, weights_nbytes
 from tiny import tiny_tokens
 
 from shadowlane.actors import engine as engines
 from shadowlane.actors.blueprint import Options
 from shadowlane.actors.spec import CardSettings, Emulated
+from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hardware import CALM, Conditions
 from shadowlane.planner.pins import catalog_homes
+from shadowlane.planner.placement import Placement, Request, Share
 
 OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
@@ -34,17 +36,18 @@ def expected(model: Path, blocks_of_a_page: None) -> list[int]:
         return engine.generate(PROMPT)
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
 def test_any_placement_over_cards_gives_the_same_tokens(
-    model: Path, expected: list[int], seed: int, cards: int
+    model: Path, expected: list[int], seed: int, cards: int, streams: bool
 ) -> None:
     with running(
         model,
         ram=AMPLE,
         options=OPTIONS,
         cores=ONE_THREAD,
-        first=drawn(seed, cards),
+        first=drawn(seed, cards, streams=streams),
         cards=(CardSettings(1 << 30),) * cards,
         emulated=Emulated(machine_with(cards), seed=seed),
     ) as engine:
@@ -105,11 +108,12 @@ def test_disturbances_begin_when_they_should_and_are_told_where_they_do_not(mode
         )
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_changing_what_lives_where_while_tokens_are_made_changes_none(
-    model: Path, expected: list[int], seed: int
+    model: Path, expected: list[int], seed: int, streams: bool
 ) -> None:
-    first = drawn(10 * seed, 2)
+    first = drawn(10 * seed, 2, streams=streams)
     with running(
         model,
         ram=AMPLE,
@@ -124,7 +128,7 @@ def test_changing_what_lives_where_while_tokens_are_made_changes_none(
         catalog = running_now.blueprint.catalog
         before = running_now.lane_use_now().lanes
         for turn in range(1, 5):
-            again = drawn(10 * seed + turn, 2)(catalog, running_now.request)
+            again = drawn(10 * seed + turn, 2, streams=streams)(catalog, running_now.request)
             planner.script.append((3 * turn, replace(again, placement_id=turn)))
         for _ in range(200):
             assert engine.generate(PROMPT) == expected
@@ -138,6 +142,86 @@ def test_changing_what_lives_where_while_tokens_are_made_changes_none(
             running_now.placement.cards, running_now.crew.mover.card_homes, strict=True
         ):
             assert set(there.offsets) == set(part.resident), "what nobody needs is dropped"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_beside_prompts_that_bring_what_is_read(model: Path, seed: int) -> None:
+    """Requests share steps; in some all of what streams goes to cards, in others little of it."""
+    options = replace(OPTIONS, max_batch=3)
+    prompts = [tiny_tokens(60 + 17 * number)[number:] for number in range(3)]
+    with running(model, options=options, cores=ONE_THREAD) as engine:
+        alone = [engine.generate(prompt, 12) for prompt in prompts]
+    with running(
+        model,
+        ram=AMPLE,
+        options=options,
+        cores=ONE_THREAD,
+        first=drawn(seed, 2, streams=True),
+        cards=(CardSettings(1 << 30),) * 2,
+        emulated=Emulated(machine_with(2), seed=seed),
+    ) as engine:
+        placement = engine.engine.placement
+        assert placement.prefill_shares is not None
+        come = {index for part in placement.cards for index in part.prefill_sweep}
+        assert come.intersection(placement.sweep)
+        for _ in range(3):
+            together = [engine.submit(prompt, 12) for prompt in prompts]
+            assert [collect(sequence) for sequence in together] == alone
+
+
+def bringing_all(catalog: Catalog, request: Request) -> Placement:
+    """Prompts are the card's, which has nothing of its own; all is read off the disk."""
+    placement = drawn(2, 1, streams=True)(catalog, request)
+    (part,) = placement.cards
+    streamed = [group for group in catalog.groups if group.kind != "embed"]
+    sweep = tuple(index for group in streamed for index in group.blocks)
+    shares = {group.name: (Share("cpu:0", 0, group.units),) for group in catalog.groups}
+    theirs = {group.name: (Share("gpu:0", 0, group.units),) for group in streamed if group.blocks}
+    here = [catalog.blocks[index].group == "embed" for index in range(len(catalog.blocks))]
+    part = replace(part, resident=(), decode_sweep=(), prefill_sweep=sweep, kv_nbytes=0)
+    return replace(
+        placement,
+        resident=tuple(here),
+        sweep=sweep,
+        cards=(part,),
+        shares=shares,
+        prefill_shares={**shares, **theirs},
+    )
+
+
+def test_a_prompt_that_is_cancelled_leaves_nobody_waiting(
+    model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card is through before its link, which is left behind; decode brings nothing there."""
+    monkeypatch.setattr(engines, "CHECK_NS", 1)
+    slow = replace(machine_with(1), disk_bytes_per_s=1e7)
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        first=bringing_all,
+        cards=(CardSettings(1 << 30),),
+        emulated=Emulated(slow, slowed=1.0),
+    ) as engine:
+        void: list[int] = []
+        make_void = engine.engine._records.make_void
+
+        def noted(step: int) -> None:
+            void.append(step)
+            make_void(step)
+
+        monkeypatch.setattr(engine.engine._records, "make_void", noted)
+        for _ in range(20):
+            sequence = engine.submit(PROMPT)
+            while not sequence.timing.started:
+                pass
+            engine.engine.cancel(sequence)
+            collect(sequence)
+            assert engine.generate(PROMPT) == expected
+            if len(void) == 3:
+                break
+        assert len(void) == 3
 
 
 @pytest.mark.parametrize(

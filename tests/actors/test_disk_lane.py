@@ -29,7 +29,7 @@ from inprocess import (
 )
 from tiny import tiny_tokens
 
-from shadowlane.actors.arena import DISK_COUNTER, Arena, plan_layout
+from shadowlane.actors.arena import DISK_COUNTER, LINK_COUNTER, STEP_COUNTER, Arena, plan_layout
 from shadowlane.actors.blueprint import PAGE, BlockSource, Options, read_blueprint
 from shadowlane.actors.disk_lane import (
     GATHER_NBYTES,
@@ -38,14 +38,17 @@ from shadowlane.actors.disk_lane import (
     SWEEP_NBYTES,
     DiskLane,
     ModelFile,
-    Sweep,
 )
+from shadowlane.actors.disk_sweep import Sweep
 from shadowlane.actors.engine import Engine
 from shadowlane.actors.homes import Homes
 from shadowlane.actors.measure import measure_disk
-from shadowlane.ops.atomics import WAIT_OK, publish, wait_counter
+from shadowlane.actors.records import record_header
+from shadowlane.ops import table as t
+from shadowlane.ops.atomics import WAIT_OK, counter_value, publish, wait_counter
 from shadowlane.ops.errors import ModelError
-from shadowlane.planner.placement import DISK_LANE, InfeasiblePlan
+from shadowlane.planner.placement import InfeasiblePlan
+from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import build_programs
 
 OPTIONS = Options(context=96, prefill_chunk=16)
@@ -84,9 +87,7 @@ class Alone:
         self.lane = DiskLane(blueprint, self.layout, self.arena.handle, files.stamps, **settings)
         programs = build_programs(blueprint.catalog, self.placement)
         self.length = len(programs["cpu:0"].instructions)
-        self.sweep = Sweep.of(
-            programs[DISK_LANE], num_slots, 0, {"cpu:0": 0}, {0: 0}, {0: self.length}
-        )
+        self.sweep = Sweep.of({"decode": programs}, num_slots, 0, 1, {"cpu:0": 0})
         self.homes = Homes(self.layout.weights, self.layout.weights_nbytes, blueprint.held_nbytes)
         self.abort = self.arena.base + self.layout.abort
 
@@ -97,8 +98,20 @@ class Alone:
         timeout_ns = int(timeout_s * 1e9)
         return wait_counter(self.address(DISK_COUNTER), count, self.abort, 0, timeout_ns) == WAIT_OK
 
+    def begin(self, step: int, phase: Phase = "decode") -> None:
+        """Fill a step, all before which has retired."""
+        header = record_header(self.arena, self.layout, step)
+        header[t.PHASE] = t.DECODE if phase == "decode" else t.PREFILL
+        header[t.LANE_BASE] = counter_value(self.address(0))
+        publish(self.address(STEP_COUNTER), step)
+
     def consume(self, instructions: int) -> None:
         publish(self.address(0), instructions)
+
+    def frees(self, place: int, phase: Phase = "decode") -> int:
+        """The instruction of a step after which the slot of a block may be overwritten."""
+        ((_, rel),) = self.sweep.consumers[phase][place]
+        return rel
 
     def assert_slot_holds(self, ordinal: int, sweep: Sweep | None = None) -> None:
         sweep = sweep or self.sweep
@@ -107,6 +120,13 @@ class Alone:
         offset = self.layout.ring + ordinal % sweep.num_slots * self.layout.slot_nbytes
         held = self.arena.view(offset + source.skew, np.uint8, source.nbytes)
         assert np.array_equal(held, weights_of(source)), f"ordinal {ordinal}"
+
+
+def turned(sweep: Sweep, by: int, **changes: Any) -> Sweep:
+    """The same blocks, beginning with another."""
+    consumers = {phase: each[by:] + each[:by] for phase, each in sweep.consumers.items()}
+    blocks = sweep.blocks[by:] + sweep.blocks[:by]
+    return replace(sweep, blocks=blocks, consumers=consumers, **changes)
 
 
 def weights_of(source: Any) -> np.ndarray:
@@ -137,7 +157,8 @@ def test_reads_ahead_until_the_ring_is_full(model: Path, depth: int, direct: boo
             alone.assert_slot_holds(ordinal)
         # nothing is overwritten before its consumers have passed
         assert not alone.has_read(9, timeout_s=0.1)
-        first_free = alone.sweep.consumers[0][0][1]
+        alone.begin(1)
+        first_free = alone.frees(0)
         alone.consume(first_free - 1)
         assert not alone.has_read(9, timeout_s=0.1)
         alone.consume(first_free)
@@ -145,11 +166,50 @@ def test_reads_ahead_until_the_ring_is_full(model: Path, depth: int, direct: boo
         alone.assert_slot_holds(8)
 
 
+def test_each_phase_frees_a_slot_by_its_own_consumers(model: Path) -> None:
+    """What was read ahead waits for the step that uses it, whichever phase that will have."""
+    with running_alone(model, num_slots=8) as alone:
+        count = len(alone.sweep.blocks)
+        last = alone.length
+        later = tuple(((0, last),) for _ in range(count))
+        sweep = replace(alone.sweep, consumers={**alone.sweep.consumers, "prefill": later})
+        alone.lane.adopt(sweep, {}, 0)
+        alone.begin(1, "prefill")
+        alone.consume(last - 1)
+        assert alone.has_read(8)
+        assert not alone.has_read(9, timeout_s=0.1)
+        alone.consume(last)
+        assert alone.has_read(count + 8)
+        assert not alone.has_read(count + 9, timeout_s=0.1)
+        alone.begin(2)
+        alone.consume(last + alone.frees(0))
+        assert alone.has_read(count + 9)
+        alone.assert_slot_holds(count + 8, sweep)
+
+
+def test_what_nobody_waited_for_is_free_when_its_step_is_over(model: Path) -> None:
+    """A link leaves out what a void step would have had it bring, and its counter behind."""
+    with running_alone(model, num_slots=8) as alone:
+        count = len(alone.sweep.blocks)
+        link = tuple(((LINK_COUNTER, place + 1),) for place in range(count))
+        sweep = replace(alone.sweep, consumers={**alone.sweep.consumers, "prefill": link})
+        alone.lane.adopt(sweep, {}, 0)
+        alone.begin(1, "prefill")
+        publish(alone.address(LINK_COUNTER), 1)
+        assert alone.has_read(9)
+        assert not alone.has_read(10, timeout_s=0.1)
+        alone.consume(alone.length)
+        for step in range(2, 12):  # its record is soon another's
+            alone.begin(step)
+        assert alone.has_read(count + 8)
+
+
 def test_goes_round_and_round(model: Path) -> None:
     with running_alone(model, num_slots=8) as alone:
         alone.lane.adopt(alone.sweep, {}, 0)
         count = len(alone.sweep.blocks)
         for step in range(3):
+            alone.begin(step + 1)
             assert alone.has_read(step * count + 8)
             alone.assert_slot_holds(step * count + 7)
             alone.consume((step + 1) * alone.length)
@@ -161,16 +221,18 @@ def test_the_same_sweep_goes_on_where_it_was(model: Path) -> None:
     with running_alone(model, num_slots=8) as alone:
         alone.lane.adopt(alone.sweep, {}, 0)
         count = len(alone.sweep.blocks)
+        alone.begin(1)
         alone.consume(alone.length)
         assert alone.has_read(count + 8)
         reads = int(alone.lane._statistics[NUM_READS])
-        again = replace(alone.sweep, base=count, lane_bases={0: alone.length})
+        again = replace(alone.sweep, base=count, first_step=2)
         alone.lane.adopt(again, {}, 1)
         assert not alone.has_read(count + 9, timeout_s=0.1)
         assert int(alone.lane._statistics[NUM_READS]) == reads
         for ordinal in range(count, count + 8):
             alone.assert_slot_holds(ordinal)
-        alone.consume(alone.length + alone.sweep.consumers[0][0][1])
+        alone.begin(2)
+        alone.consume(alone.length + alone.frees(0))
         assert alone.has_read(count + 9)
 
 
@@ -180,12 +242,7 @@ def test_another_sweep_begins_at_what_was_read(model: Path) -> None:
         assert alone.has_read(8)
         base = alone.lane.park()
         assert base == 8
-        other = replace(
-            alone.sweep,
-            blocks=alone.sweep.blocks[1:],
-            consumers=alone.sweep.consumers[1:],
-            base=base,
-        )
+        other = turned(alone.sweep, 1, base=base)
         with pytest.raises(ValueError, match="must begin at 8; got 5"):
             alone.lane.adopt(replace(other, base=5), {}, 1)
         alone.lane.adopt(other, {}, 1)
@@ -200,13 +257,10 @@ def test_parking_and_going_on_many_times(model: Path) -> None:
         sweep = alone.sweep
         retired = 0  # instructions
         for turn in range(60):
-            blocks = sweep.blocks[turn % 5 :] + sweep.blocks[: turn % 5]
-            consumers = sweep.consumers[turn % 5 :] + sweep.consumers[: turn % 5]
             base = alone.lane.park()
-            now = replace(
-                sweep, blocks=blocks, consumers=consumers, base=base, lane_bases=(retired,)
-            )
+            now = turned(sweep, turn % 5, base=base, first_step=turn + 1)
             alone.lane.adopt(now, {}, turn)
+            alone.begin(turn + 1)
             wanted = base + 1 + turn % 8
             assert alone.has_read(wanted)
             for ordinal in range(base, wanted):
@@ -218,8 +272,10 @@ def test_parking_and_going_on_many_times(model: Path) -> None:
 def test_without_prefetch_a_block_waits_for_the_instruction_before(model: Path) -> None:
     with running_alone(model, num_slots=8, prefetch=False) as alone:
         alone.lane.adopt(alone.sweep, {}, 0)
-        first = alone.sweep.consumers[0][0][1]
-        of_first = sum(each[0][1] == first for each in alone.sweep.consumers[:8])
+        first = alone.frees(0)
+        of_first = sum(alone.frees(place) == first for place in range(8))
+        assert not alone.has_read(1, timeout_s=0.1)
+        alone.begin(1)
         alone.consume(first - 2)
         assert not alone.has_read(1, timeout_s=0.1)
         alone.consume(first - 1)
@@ -245,10 +301,11 @@ def test_a_slot_is_not_read_into_twice_where_nobody_waited_for_the_first(
         read_block(file, source, memory, home)
 
     monkeypatch.setattr(ModelFile, "read_block", read)
+    alone.begin(1)
     alone.consume(alone.length)
     alone.lane.adopt(alone.sweep, {}, 0)
     if is_adopted_anew:  # between the void step and the next, which begins where no read has been
-        next_one = replace(alone.sweep, base=count, lane_bases={0: alone.length})
+        next_one = replace(alone.sweep, base=count, first_step=2)
         alone.lane.adopt(next_one, {}, 1)
     thread = threading.Thread(target=alone.lane.run, daemon=True)
     thread.start()

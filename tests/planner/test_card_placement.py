@@ -27,10 +27,9 @@ from shadowlane.planner.placement import (
 )
 from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.profile import Phase
-from shadowlane.planner.program import build_programs
 from shadowlane.planner.sections import cuts_of
 from shadowlane.planner.synthetic import llama_catalog, mixture_catalog
-from shadowlane.planner.validate import validate
+from shadowlane.planner.validate import validate_phases
 
 few = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 PHASES: tuple[Phase, ...] = ("decode", "prefill")
@@ -72,8 +71,7 @@ def check(catalog: Catalog, placement: Placement) -> None:
         assert card.weights_nbytes == held
     held = sum(b.held_nbytes for b in catalog.blocks if placement.resident[b.index])
     assert placement.weights_nbytes == held
-    for phase in PHASES:
-        validate(catalog, placement, build_programs(catalog, placement, phase), phase)
+    validate_phases(catalog, placement)
     on_cards = Counter(index for card in placement.cards for index in card.resident)
     streamed = set(placement.sweep)
     for block in catalog.blocks:
@@ -366,25 +364,37 @@ def test_a_ring_is_as_large_as_its_stage_and_no_larger_than_what_comes() -> None
     assert placement.cards[0].decode_sweep == ()
 
 
-def test_prompts_have_no_shares_of_their_own_beside_reads_from_disk() -> None:
+def test_prompts_have_shares_of_their_own_beside_reads_from_disk() -> None:
     apart = everywhere(ONE, Site(0.25, 0.75, 0.25, brought_prefill=1.0))
     assert place_one(apart).prefill_shares is not None
-    assert place_one(
-        everywhere(ONE, Site(0.25, 0.75, 0.5, brought_prefill=0.5))
-    ).prefill_shares is (None)
-    reading = place_one(everywhere(ONE, Site(0.25, 0.5, 0.25, brought_prefill=1.0)))
+    alike = everywhere(ONE, Site(0.25, 0.75, 0.5, brought_prefill=0.5))
+    assert place_one(alike).prefill_shares is None
+    reading = place_one(everywhere(ONE, Site(0.25, 0.5, 0.25, brought_prefill=2 / 3)))
     assert reading.sweep
-    assert reading.prefill_shares is None
-    assert reading.cards[0].prefill_sweep == reading.cards[0].decode_sweep
-    assert any("prompts" in note for note in reading.notes)
+    assert reading.prefill_shares is not None
+    (card,) = reading.cards
+    assert set(card.decode_sweep) < set(card.prefill_sweep)
+    whole = place_one(everywhere(ONE, Site(0.25, 0.5, 0.25, brought_prefill=1.0)))
+    assert whole.sweep == reading.sweep
+    assert set(whole.sweep) < set(whole.cards[0].prefill_sweep)
+    assert {share.lane for each in (whole.prefill_shares or {}).values() for share in each} == {
+        "cpu:0",  # the embedding
+        "gpu:0",
+    }
 
 
-def test_only_what_is_in_ram_is_brought() -> None:
-    placement = place_one(everywhere(ONE, Site(0.25, 0.25, 1.0)))
-    brought = set(placement.cards[0].decode_sweep)
-    assert brought == {index for index, kept in enumerate(placement.resident) if kept} - set(
-        placement.cards[0].resident
-    )
+def test_what_is_brought_is_first_what_is_in_ram_then_what_is_read() -> None:
+    embedding = set(LLAMA.group("embed").blocks)
+    for part, comes in ((0.2, "some"), (1.0, "all")):
+        placement = place_one(everywhere(ONE, Site(0.25, 0.25, part)))
+        brought, read = set(placement.cards[0].decode_sweep), set(placement.sweep)
+        in_ram = {n for n, kept in enumerate(placement.resident) if kept}
+        in_ram -= embedding.union(placement.cards[0].resident)
+        assert read
+        if comes == "all":
+            assert brought == in_ram | read
+        else:
+            assert brought < in_ram
 
 
 def test_tied_rows_are_in_ram_too_if_there_is_room() -> None:
