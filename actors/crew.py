@@ -415,9 +415,12 @@ class Crew:
         the step was left out, or nobody chose the last of what came."""
         if self._sweep_phase == "decode":
             return False
-        counters = (self._layout.counter(LINK_COUNTER + card) for card in range(len(self.links)))
-        values = [counter_value(self._arena.base + at) for at in counters]
-        return not all(map(is_reached, values, self._link_bases))
+        for card, part in enumerate(self.placement.cards):
+            if part.stream("prefill").sweep:  # others never publish anything in such a step
+                at = self._arena.base + self._layout.counter(LINK_COUNTER + card)
+                if not is_reached(counter_value(at), self._link_bases[card]):
+                    return True
+        return False
 
     def finish_step(self, phase: Phase) -> None:
         """Count a whole step of the current placement as retired."""

@@ -297,7 +297,7 @@ class _Step:
         self.busy = dict.fromkeys(["cpu:0", "disk:0", *self.cards, *self.links], 0.0)
         self.chosen = self.hits = 0.0  # experts, and those on cards
         self.kinds: dict[str, dict[str, float]] = {lane: {} for lane in ("cpu:0", *self.cards)}
-        self.crossed: dict[str, tuple[float, int]] = {}  # by lane that waits: seconds, over links
+        self.crossed: dict[str, tuple[float, int]] = {}  # by card: seconds, how often over its link
         self._made = [(0, 1.0)]  # the sides that newest made something, and their jitters
         if not self.links:
             self.links = ["disk:0"]
@@ -435,13 +435,11 @@ class _Step:
 
     def _cross(self, side: int, made: Sequence[tuple[int, float]]) -> None:
         """A side waits for what others made; from card to card it goes over two links."""
-        lane = self.cards[side - 1] if side else "cpu:0"
         for other, jitter in made:
-            if other != side:
-                seconds, count = self.crossed.get(lane, (0.0, 0))
-                links = (side > 0) + (other > 0)
-                seconds += jitter * self._hops[other][side]
-                self.crossed[lane] = seconds, count + links
+            for card in {side, other} - {0} if other != side else ():
+                seconds, count = self.crossed.get(self.cards[card - 1], (0.0, 0))
+                seconds += jitter * self._cross_s[card]
+                self.crossed[self.cards[card - 1]] = seconds, count + 1
 
     def _count(self, lane: str, load: Load, busy_s: float) -> None:
         self.busy[lane] += busy_s
@@ -522,13 +520,16 @@ class _Step:
         brought, off = missing * part, missing * (1.0 - part)
         # Of a prompt our disk reads ahead what links bring; a processor asks for what it lacks.
         asked = max(0.0, lost - brought) if load.is_joined and not is_decode else 0.0
+        unchosen = load.experts - chosen if load.comes and not is_decode else 0.0
+        on_disk = max(0.0, 1.0 - site.vram - site.ram)
+        more = unchosen * (1.0 - site.vram) * part  # that come all the same, some off the disk
         return _Parts(
             load.nbytes * hits,
-            load.nbytes * brought,
+            load.nbytes * (brought + more),
             per_expert * (hits + brought),
             load.nbytes * off,
             per_expert * off,
-            load.nbytes * (lost - asked),
+            load.nbytes * (lost - asked + unchosen * min(on_disk, (1.0 - site.vram) * part)),
             is_decode,
             load.nbytes * asked,
         )

@@ -27,7 +27,7 @@ class Card:
     d2h_bytes_per_s: float
     launch_s: float  # what each group costs beside its bytes and operations
     crossing_s: float  # handing one small activation to or from the processor
-    # of an engine that runs, see `laid_out.py`: the ring, whatever plans bring; None: no engine
+    # of an engine that runs, see `rings.py`: the ring, whatever plans bring; None: no engine
     # runs, and a plan that brings anything has room for it
     ring_nbytes: float | None = None
 
@@ -43,7 +43,7 @@ class Hardware:
     ram_nbytes: float
     reserved_nbytes: float  # system, interpreter, desktop
     disk_bytes_per_s: float  # large direct reads
-    # of an engine that runs, see `laid_out.py`; None: none does
+    # of an engine that runs, see `rings.py`; None: none does
     ring_nbytes: float | None = None  # for what is read, where anything is
     experts_nbytes: float | None = None  # slots for routed experts, whatever is in them
 

@@ -40,7 +40,8 @@ class StepMeasured:
     # of `busy_s`, by lane and kind of group, where spans were kept; a lane may be left out
     kinds_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     hits: float | None = None  # of the chosen experts, the part that lives on cards; None: unknown
-    # by lane that waited for it: one activation's way over one card's link, where lanes tell that
+    # by card: one activation's way over its link, where that is told; by a processor's lane, over
+    # the slowest of those that it waits for
     crossings_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -302,19 +303,17 @@ def _with_told_crossings(
     is_busy = [question.times(plan).busy_s[f"h2d:{at}"] > 0.0 for at in range(len(machine.cards))]
     copied = question.model.row_nbytes * rows_at_once(plan, question.work)
     copies_s = [copied / card.h2d_bytes_per_s for card in machine.cards]
-    expected = {
-        f"gpu:{at}": card.crossing_s + copy_s
-        for at, (card, copy_s) in enumerate(zip(machine.cards, copies_s, strict=True))
-    }
-    of_processor = max(expected.values())
-    slower = fmean(
-        seconds / expected.get(lane, of_processor) for lane, seconds in now.crossings_s.items()
-    )
+    expected_s = [
+        card.crossing_s + copy_s for card, copy_s in zip(machine.cards, copies_s, strict=True)
+    ]
+    # What only a processor has waited for came over some card's link, the slowest's at most.
+    of_all = [s for lane, s in now.crossings_s.items() if not lane.startswith("gpu:")]
+    slower = fmean(of_all) / max(expected_s) if of_all else 1.0
     cards = []
-    for card, its, copy_s, is_known in zip(
-        machine.cards, stated.cards, copies_s, is_busy, strict=True
+    for at, (card, its, copy_s, is_known) in enumerate(
+        zip(machine.cards, stated.cards, copies_s, is_busy, strict=True)
     ):
-        whole_s = slower * (card.crossing_s + copy_s)
+        whole_s = now.crossings_s.get(f"gpu:{at}", slower * expected_s[at])
         if copy_s <= card.crossing_s or is_known:
             least_s, most_s = (its.crossing_s * factor for factor in CROSSINGS)
             crossing_s = min(max(whole_s - copy_s, least_s), most_s)

@@ -116,6 +116,9 @@ def _price_experts(
     if load.is_joined and not is_decode:  # links take what RAM has not, as far as they take any
         asked = load.nbytes * chosen * max(0.0, lost - (1.0 - hits) * part_brought)
     lost_nbytes = load.nbytes * chosen * max(0.0, lost)
+    if load.comes and not is_decode:  # what is read to be brought is read before it is chosen
+        ahead = min(max(0.0, lost), (1.0 - hits) * part_brought)
+        lost_nbytes += load.nbytes * (come - chosen) * ahead
     is_read_first = (1.0 - site.vram) * part_brought > site.ram + NOTHING
     if load.is_joined and not is_decode:
         is_read_first = asked < lost_nbytes

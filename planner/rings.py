@@ -104,8 +104,12 @@ def laid_out(catalog: Catalog, machine: Hardware, placement: Placement) -> Hardw
         replace(card, ring_nbytes=float(part.slots_nbytes))
         for card, part in zip(machine.cards, placement.cards, strict=True)
     )
-    if catalog.experts is not None:  # which are read into their slots, and nothing else is
-        experts_nbytes = float(placement.experts_nbytes)
-        return replace(machine, cards=cards, ring_nbytes=0.0, experts_nbytes=experts_nbytes)
+    if catalog.experts is not None:  # which are read into their slots, or into a ring for links
+        return replace(
+            machine,
+            cards=cards,
+            ring_nbytes=float(placement.slots_nbytes),
+            experts_nbytes=float(placement.experts_nbytes),
+        )
     slots = placement.num_slots or later_slots(catalog.slot_nbytes)
     return replace(machine, cards=cards, ring_nbytes=float(slots * catalog.slot_nbytes))

@@ -90,7 +90,7 @@ def test_no_plan_is_refused_that_the_example_of_the_readme_thinks_of(
         hardware=str(RTX_3060),
         gpu_memory=memory,
         fixed_costs=1e-3 if is_tiny else 1.0,
-        disturb=["10:cpu=0.2", f"40:vram={memory // 2}"],
+        disturb=["10:cpu=0.2", f"40:vram={memory // 2}B"],
         ctx_size=128,
     )
     asked = replace(spec.settings, cores=tuple(map(tuple, cores)))

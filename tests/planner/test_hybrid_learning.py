@@ -103,6 +103,22 @@ def test_told_crossings_are_learned_from_one() -> None:
     assert found.cards[0].h2d_bytes_per_s == CARD.h2d_bytes_per_s
 
 
+def test_each_card_tells_of_its_own_link() -> None:
+    far = replace(CARD, crossing_s=100e-6)
+    two = replace(MACHINE, cards=(CARD, far))
+    plan = Plan("", tuple(Site(0.5, 0.5, over=(1.0, 0.0)) for _ in MODEL.loads))
+    question = Question(MODEL, two)
+    times = question.times(plan)
+    for crossings_s in (
+        {"gpu:0": 20e-6 + ROW_S},  # a machine as it is stated
+        {"gpu:0": 20e-6 + ROW_S, "gpu:1": 100e-6 + ROW_S, "cpu:0": 100e-6 + ROW_S},
+        {"cpu:0": 100e-6 + ROW_S},
+    ):
+        told = StepMeasured(times.step_s, times.busy_s, crossings_s=crossings_s)
+        found = learned(question, two, plan, told, is_fresh=True)
+        assert [card.crossing_s for card in found.cards] == pytest.approx([20e-6, 100e-6])
+
+
 def test_many_rows_cross_at_the_rate_of_the_link() -> None:
     work = Work("prefill", rows=2048, context=2048, max_context=4096)
     on_card = Plan("", tuple(Site(1.0, 0.0) for _ in MODEL.loads))

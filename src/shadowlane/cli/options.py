@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from shadowlane.arguments import DTYPES, KV_NAMES, PACK_NAMES
 from shadowlane.emulate import STRATEGIES
 from shadowlane.models import DEFAULT_MODEL
-
-if TYPE_CHECKING:
-    pass
 
 ENVIRONMENT_NOTE = (
     "Each option can also be set in the environment: [bold]--cpu-threads 4[/bold] is "
