@@ -564,3 +564,33 @@ def test_experts_of_prompts_are_counted_for_who_computed_them(
     chosen = [len(ids) for step in read_trace(routing).passes() for _, ids in step.routes]
     assert sum(routed.values()) == sum(chosen) * experts.nbytes
     assert routed["gpu:0"] > 2 * max(chosen) * experts.nbytes, "of prompts, too"
+
+
+def test_a_card_that_is_brought_nothing_holds_no_sweep_up(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two cards one has a link at work: what was read ahead serves the next chunk."""
+
+    def beside_another(catalog: Catalog, request: Request) -> Placement:
+        placement = reading_all(catalog, request)
+        idle = replace(placement.cards[0], lane="gpu:1", prefill_sweep=())
+        return replace(placement, lanes=request.lanes, cards=(*placement.cards, idle))
+
+    model = tiny_model(MANY)
+    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = engine.generate(PROMPT, 4)
+    settings = {**on_cards(2, 2, 6), "first": beside_another}
+    with running(model, options=OPTIONS, **settings) as engine:
+        crew = engine.engine.crew
+        started: list[str] = []
+        start = crew._start_sweep
+
+        def note(*args: Any, **named: Any) -> Any:
+            started.append(named["phase"])
+            return start(*args, **named)
+
+        monkeypatch.setattr(crew, "_start_sweep", note)
+        for _ in range(2):
+            assert engine.generate(PROMPT, 4) == expected
+    assert len(PROMPT) > OPTIONS.prefill_chunk
+    assert started.count("prefill") == 2, "one for each prompt, whatever its chunks"
