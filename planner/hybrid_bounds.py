@@ -58,12 +58,12 @@ def hybrid_bounds(
     parts = [index / KV_PARTS for index in range(KV_PARTS + 1)] if question.machine.cards else [0.0]
     fills = [_fill(question, part) for part in parts]
     resource_s = min(_least_s(question, fill) for fill in fills)
+    if question.work.phase == "prefill" and len(question.machine.cards) > 1:
+        return HybridBounds(resource_s, resource_s)
     chain_s = min(_least_s(question, fill, only_compute=True) for fill in fills)
     launches = [question.machine.cpu_launch_s]
     launches += [card.launch_s for card in question.machine.cards]
     chain_s += min(launches) * len(question.model.loads)
-    if question.work.phase == "prefill" and len(question.machine.cards) > 1:
-        return HybridBounds(resource_s, resource_s)
     path = PathBound(question, overheads)
     path_s = path.best()[0] if prices is None else path.at(prices)
     return HybridBounds(resource_s, max(resource_s, chain_s, path_s))

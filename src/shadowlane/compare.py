@@ -13,7 +13,7 @@ On a virtual clock: nothing runs, and everything here is emulated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shadowlane.actors.emulation import Hidden, World
@@ -25,6 +25,7 @@ from shadowlane.planner.hybrid_layouts import (
     PIPELINED,
     Question,
     TooLarge,
+    in_micro_batches,
     layer_stream,
     streamed,
 )
@@ -226,13 +227,20 @@ def _ranked_prompts(
         arena,
         job,
         [
-            Setting(plan, chunk)
+            Setting(_cut(arena, job, plan, chunk), chunk)
             for name in chosen
             for plan in ways[name]
             if plan is not None
             for chunk in job.chunks()
         ],
     )
+
+
+def _cut(arena: Arena, job: Job, plan: Plan, chunk: int) -> Plan:
+    """What is in micro-batches, in as many as suit a chunk."""
+    if not plan.name.endswith(PIPELINED.rpartition(",")[2]):
+        return plan
+    return in_micro_batches(arena.stated(job.work(chunk)), replace(plan, micro_batches=1))
 
 
 # -- ours

@@ -14,6 +14,7 @@ from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.chunks import HELD_UP_S
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.placement import LaneSpec, Placement, Request
+from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.synthetic import llama_catalog
 
 MIB = 1 << 20
@@ -101,6 +102,25 @@ def test_a_planner_that_comes_later_plans_for_the_chunks_that_there_are() -> Non
     plan, _ = plan_over_cards(catalog, later.request)
     again = place_on_cards(catalog, plan, later.request, question)
     assert again.scratch_nbytes == placement.scratch_nbytes
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("part", [0.3, 1.2])
+def test_what_is_promised_of_prompts_is_what_is_placed(cards: int, part: float) -> None:
+    catalog = catalog_with(1)
+    machine = replace(MACHINE, cards=(CARD,) * cards, cpu_bytes_per_s=5e9, cpu_flops=1e11)
+    lanes = (LaneSpec("cpu:0", 4), *(LaneSpec(f"gpu:{card}", 1) for card in range(cards)))
+    memory = asked(catalog, part).cards * cards
+    request = asked(catalog, part, machine=machine, lanes=lanes, cards=memory)
+    plan, request = plan_over_cards(catalog, request)
+    question = question_over_cards(catalog, request)
+    placement = place_on_cards(catalog, plan, request, question)
+    assert placement.micro_batches == plan.micro_batches
+    assert (plan.micro_batches > 1) == (cards == 2 and part > 1.0)
+    assert question.prompts is not None
+    exact = plan_of(catalog, placement, question.model)
+    promised, placed = (question.times(each, work=question.prompts.work) for each in (plan, exact))
+    assert placed.step_s == pytest.approx(promised.step_s, rel=0.05)
 
 
 def test_a_number_that_this_model_has_no_scratch_for_is_refused() -> None:
