@@ -333,12 +333,20 @@ class Crew:
         pages = self._pages_in_use(page_tokens, max_pages) if changes else ()
         wait_between_steps([self._leave_cached(each, pages) for each in changes])
         self._start_sweep(placement, keeps_ring)
+        if self.placement.num_slots and not placement.num_slots:
+            self._give_ring_back()
         self._leave_to_cards(placement)
         self.placement = placement
         self._drop_all_but([placement])
         if self._settings.are_cards_here:
             wait_between_steps([self._take_cached(each, pages) for each in changes])
         self.mover.arrived(placement)
+
+    def _give_ring_back(self) -> None:
+        """The ring that nothing comes into any more: other blocks have its part of the budget."""
+        if not self._settings.are_cards_here:  # there its pages are pinned
+            nbytes = self.placement.num_slots * self.placement.slot_nbytes
+            self._arena.release(self._layout.ring, nbytes)
 
     def start_moving(self, placement: Placement) -> Moves:
         """Begin to bring what a placement adds; see `Mover.start`."""

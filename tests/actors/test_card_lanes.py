@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cards import drawn, machine_with
 from inprocess import AMPLE, ONE_THREAD, collect, cut, running, weights_nbytes
@@ -142,6 +143,33 @@ def test_changing_what_lives_where_while_tokens_are_made_changes_none(
             running_now.placement.cards, running_now.crew.mover.card_homes, strict=True
         ):
             assert set(there.offsets) == set(part.resident), "what nobody needs is dropped"
+
+
+def test_a_ring_that_no_plan_needs_any_more_takes_no_memory(
+    model: Path, expected: list[int]
+) -> None:
+    """Other blocks may have its part of the budget."""
+    with running(
+        model,
+        ram=AMPLE,
+        options=OPTIONS,
+        cores=ONE_THREAD,
+        first=drawn(1, 1, streams=True),
+        cards=(CardSettings(1 << 30),),
+        emulated=Emulated(machine_with(1), seed=1),
+    ) as engine:
+        planner, now = engine.planner, engine.engine
+        assert planner is not None
+        nbytes = now.placement.num_slots * now.placement.slot_nbytes
+        ring = now.arena.view(now.layout.ring, np.uint8, nbytes)
+        again = drawn(1, 1)(now.blueprint.catalog, now.request)
+        assert engine.generate(PROMPT) == expected
+        assert ring.any(), "what streams has come through it"
+        planner.script.append((0, replace(again, placement_id=1)))
+        while len(planner.announced) < 2:
+            assert engine.generate(PROMPT) == expected
+        assert not now.placement.num_slots
+        assert not ring.any(), "the system has its pages"
 
 
 @pytest.mark.parametrize("seed", range(3))
