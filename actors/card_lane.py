@@ -111,9 +111,8 @@ class CardLane:
         self._adopting = threading.Lock()
         self._stopping = threading.Event()
         self._last_step = counter_value(self._address(STEP_COUNTER))
-        self._told: int | None = (
-            None  # of the counter, the newest choice that this thread asked for
-        )
+        # Of the counter: the newest choice that this thread asked for.
+        self._told: int | None = None
         self.error: str | None = None
         self._ordinal = ordinal
         self._clocks: list[StreamClock] = []

@@ -28,7 +28,8 @@ from shadowlane.actors.emulation import Hidden, World, true_machine
 from shadowlane.planner.hardware import CALM, Conditions, Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, assumed_hits
 from shadowlane.planner.hybrid_changes import MECHANISMS
-from shadowlane.planner.hybrid_layouts import Question, by_hand
+from shadowlane.planner.hybrid_hand import by_hand
+from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_moves import Migration, moves
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import (

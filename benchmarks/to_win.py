@@ -33,7 +33,8 @@ from asked_pairs import pairs_parser
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import HitRate, Model, Work, assumed_hits
 from shadowlane.planner.hybrid_changes import MECHANISMS
-from shadowlane.planner.hybrid_layouts import Question, TooLarge, by_hand
+from shadowlane.planner.hybrid_hand import by_hand
+from shadowlane.planner.hybrid_layouts import Question, TooLarge
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.routing import Trace
 from shadowlane.planner.routing_files import read_trace

@@ -73,7 +73,7 @@ class CardPlanner:
         self._taken = MemoryTaken(0.0)  # by other programs, beside what the budget gave way to
         self.watch = None if request.headroom is None else RamWatch(request.ram, request.headroom)
 
-    def _ask(self, request: Request) -> None:
+    def _ask(self, request: Request) -> Question:
         """request: with the sub-chunks of a chunk, once they have been chosen."""
         asked = question_over_cards(self.catalog, request)
         self.request = request
@@ -81,6 +81,7 @@ class CardPlanner:
         self._machine: Hardware = asked.machine
         self._work = asked.work
         self._prompts = asked.prompts
+        return asked
 
     # -- what may be asked
 
@@ -135,8 +136,7 @@ class CardPlanner:
 
     def _begin(self) -> list[ev.Command]:
         plan, request = plan_over_cards(self.catalog, self.request)
-        self._ask(request)
-        question = question_over_cards(self.catalog, request)
+        question = self._ask(request)
         if request.strategy == OURS and request.replan:
             question, plan = beside_rings(self.catalog, question, plan)
         placement = self._exact(plan, question)

@@ -53,7 +53,7 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
             "the model",
             is_ours=True,
             cards_route=request.cards_route,
-            brings_experts=any(takes_experts(catalog, card) for card in machine.cards),
+            brings_experts=all(takes_experts(catalog, card) for card in machine.cards),
             cards_here=request.cards_here,
         ),
         catalog_homes(catalog, request.pins, len(request.cards), cards_route=request.cards_route),

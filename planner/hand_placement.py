@@ -7,20 +7,17 @@ from collections.abc import Callable, Mapping
 from shadowlane.planner.card_placement import place_on_cards
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hybrid import Model, Plan
-from shadowlane.planner.hybrid_layouts import (
+from shadowlane.planner.hybrid_hand import (
     PIPELINED,
-    Question,
-    Spread,
-    TooLarge,
     attention_gpu,
     by_hand,
     cpu_moe,
     layer_split,
     layer_stream,
     num_layers,
-    settle,
     split_moe,
 )
+from shadowlane.planner.hybrid_layouts import Question, Spread, TooLarge, settle
 from shadowlane.planner.placement import Placement, Request
 from shadowlane.planner.shortage import what_a_layout_lacks
 

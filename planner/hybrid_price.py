@@ -17,9 +17,8 @@ class Price(NamedTuple):
     sides_s: tuple[float, ...]
     brought_nbytes: tuple[float, ...]  # over each link
     read_nbytes: float  # off the disk
-    more_s: (
-        float  # what the longest side takes beyond its mean, expected; or waits before it begins
-    )
+    # what the longest side takes beyond its mean, expected; or waits before it begins
+    more_s: float
     adds_up: int = 0  # the side that adds up what all sides give, where one does
     is_read_first: bool = False  # of what is brought, some comes off the disk
     # of what is read, what the processor computes of a prompt's experts: once they are chosen

@@ -1,6 +1,6 @@
 """The search for a plan over cards, processor, RAM and disk.
 
-First the layouts that people tune by hand, each with its best setting (`hybrid_layouts.py`). Then
+First the layouts that people tune by hand, each with its best setting (`hybrid_hand.py`). Then
 ours: which kinds of groups go on the cards first, or the knapsack of ATSInfer; which groups are
 divided between processor and cards, or between cards, so that all end together; how much of the
 rest is brought over a link and computed on a card, in each phase its own part; and at last small
@@ -28,12 +28,12 @@ from shadowlane.planner.hybrid_changes import (
     refine,
     shrunk,
 )
+from shadowlane.planner.hybrid_hand import by_hand
 from shadowlane.planner.hybrid_layouts import (
     Answer,
     Question,
     Spread,
     best_of,
-    by_hand,
     free_nbytes,
     in_micro_batches,
     pack,

@@ -102,7 +102,8 @@ def test_more_mechanisms_never_give_a_slower_plan() -> None:
     from to_win import curve
 
     from shadowlane.planner.hybrid_changes import MECHANISMS
-    from shadowlane.planner.hybrid_layouts import Question, by_hand
+    from shadowlane.planner.hybrid_hand import by_hand
+    from shadowlane.planner.hybrid_layouts import Question
     from shadowlane.planner.hybrid_search import search
     from shadowlane.shapes import load_hardware, shape_model
 

@@ -21,14 +21,8 @@ from shadowlane.compare_world import Arena, Bounds, Job, Setting, Timed, as_our_
 from shadowlane.planner.hand_placement import OF_LAYERS, OF_ONE, most_layers
 from shadowlane.planner.hardware import Hardware
 from shadowlane.planner.hybrid import Model, Plan, Work
-from shadowlane.planner.hybrid_layouts import (
-    PIPELINED,
-    Question,
-    TooLarge,
-    in_micro_batches,
-    layer_stream,
-    streamed,
-)
+from shadowlane.planner.hybrid_hand import PIPELINED, layer_stream
+from shadowlane.planner.hybrid_layouts import Question, TooLarge, in_micro_batches, streamed
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import HybridShadow, WorkChanged
 from shadowlane.planner.recorded_hits import RecordedHits

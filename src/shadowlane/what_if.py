@@ -28,7 +28,8 @@ from shadowlane.planner.hybrid import (
     model_of,
 )
 from shadowlane.planner.hybrid_bounds import HybridBounds, hybrid_bounds
-from shadowlane.planner.hybrid_layouts import Answer, Question, TooLarge, by_hand
+from shadowlane.planner.hybrid_hand import by_hand
+from shadowlane.planner.hybrid_layouts import Answer, Question, TooLarge
 from shadowlane.planner.hybrid_play import Times
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.pins import check_pins_fit, homes_of, pinned

@@ -14,7 +14,8 @@ from shadowlane.planner.card_planner import first_over_cards
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hybrid import Load, Model, Plan, Site, Work
-from shadowlane.planner.hybrid_layouts import Question, by_hand
+from shadowlane.planner.hybrid_hand import by_hand
+from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_moves import Migration
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import HybridShadow, MemoryTaken

@@ -30,7 +30,8 @@ from shadowlane.compare_report import compare_markdown
 from shadowlane.compare_world import Arena, Job, Setting
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.hybrid import Load, Model
-from shadowlane.planner.hybrid_layouts import TooLarge, layer_split
+from shadowlane.planner.hybrid_hand import layer_split
+from shadowlane.planner.hybrid_layouts import TooLarge
 from shadowlane.planner.hybrid_shadow import HybridShadow
 from shadowlane.planner.recorded_hits import RecordedHits
 from shadowlane.planner.routing import synthesize

@@ -9,7 +9,8 @@ import pytest
 from shadowlane.planner.card_placement import place_on_cards
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.hybrid import Plan, Prompts, Site, Work, model_of
-from shadowlane.planner.hybrid_layouts import Question, by_hand
+from shadowlane.planner.hybrid_hand import by_hand
+from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.placement import LaneSpec, Placement, Request, Share
 from shadowlane.planner.plan_of import plan_of

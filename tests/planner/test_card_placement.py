@@ -14,7 +14,8 @@ from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hand_placement import OF_LAYERS, OF_ONE, place_by_hand, plan_by_hand
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.hybrid import Plan, Prompts, Site, Work, kv_nbytes, model_of, stage_nbytes
-from shadowlane.planner.hybrid_layouts import Question, TooLarge, num_layers
+from shadowlane.planner.hybrid_hand import num_layers
+from shadowlane.planner.hybrid_layouts import Question, TooLarge
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.placement import (
     MIN_SLOTS,

@@ -10,7 +10,8 @@ import pytest
 from shadowlane.planner.hand_placement import EVERY_LAYER, layers_note, plan_by_hand
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.hybrid import Work, model_of
-from shadowlane.planner.hybrid_layouts import Question, TooLarge, by_hand, num_layers
+from shadowlane.planner.hybrid_hand import by_hand, num_layers
+from shadowlane.planner.hybrid_layouts import Question, TooLarge
 from shadowlane.planner.placement import show_nbytes
 from shadowlane.planner.synthetic import mixture_catalog
 

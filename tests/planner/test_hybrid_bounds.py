@@ -14,9 +14,7 @@ from shadowlane.planner.hybrid import (
     Work,
 )
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
-from shadowlane.planner.hybrid_layouts import (
-    Question,
-)
+from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_synthetic import CARD, MACHINE, dense
 from shadowlane.planner.hybrid_synthetic import small_model as model

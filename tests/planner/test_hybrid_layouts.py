@@ -17,15 +17,8 @@ from shadowlane.planner.hybrid import (
     demand,
     fits,
 )
-from shadowlane.planner.hybrid_layouts import (
-    Question,
-    TooLarge,
-    by_hand,
-    cpu_moe,
-    layer_split,
-    pack,
-    split_moe,
-)
+from shadowlane.planner.hybrid_hand import by_hand, cpu_moe, layer_split, split_moe
+from shadowlane.planner.hybrid_layouts import Question, TooLarge, pack
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_synthetic import CARD, MACHINE, dense
 from shadowlane.planner.hybrid_synthetic import small_model as model

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowlane.planner.hybrid import Load, Model, Plan, Site, Work, assumed_hits
-from shadowlane.planner.hybrid_layouts import Question, by_hand
+from shadowlane.planner.hybrid_hand import by_hand
+from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_path import EXACT, Overheads, PathBound
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_synthetic import CARD, MACHINE, dense

@@ -8,7 +8,8 @@ import pytest
 
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.hybrid import STAGE_NBYTES, Load, Model, Plan, Prompts, Site, Work, demand
-from shadowlane.planner.hybrid_layouts import Question, by_hand, layer_stream
+from shadowlane.planner.hybrid_hand import by_hand, layer_stream
+from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_shadow import HybridShadow, MemoryTaken
 

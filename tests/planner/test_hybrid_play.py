@@ -15,10 +15,8 @@ from shadowlane.planner.hybrid import (
     Site,
     Work,
 )
-from shadowlane.planner.hybrid_layouts import (
-    Question,
-    by_hand,
-)
+from shadowlane.planner.hybrid_hand import by_hand
+from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_play import play, rates_of
 from shadowlane.planner.hybrid_price import price_of
 from shadowlane.planner.hybrid_search import search

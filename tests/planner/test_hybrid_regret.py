@@ -10,11 +10,8 @@ from shadowlane.planner.hybrid import (
     fits,
     vram_room,
 )
-from shadowlane.planner.hybrid_layouts import (
-    Spread,
-    by_hand,
-    settle,
-)
+from shadowlane.planner.hybrid_hand import by_hand
+from shadowlane.planner.hybrid_layouts import Spread, settle
 from shadowlane.planner.hybrid_regret import TooManyPlans, annealed, exact, shortened
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.hybrid_synthetic import uneven as instance

@@ -11,7 +11,8 @@ from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hardware import CALM, Card, Hardware
 from shadowlane.planner.hybrid import Model, Plan, Site, Work, chooser, model_of
 from shadowlane.planner.hybrid_changes import follow
-from shadowlane.planner.hybrid_layouts import Question, Spread, layer_split, num_layers, settle
+from shadowlane.planner.hybrid_hand import layer_split, num_layers
+from shadowlane.planner.hybrid_layouts import Question, Spread, settle
 from shadowlane.planner.hybrid_play import rates_of
 from shadowlane.planner.hybrid_price import price_of
 from shadowlane.planner.hybrid_search import search

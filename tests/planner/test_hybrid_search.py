@@ -18,10 +18,8 @@ from shadowlane.planner.hybrid import (
 )
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
 from shadowlane.planner.hybrid_changes import MECHANISMS
-from shadowlane.planner.hybrid_layouts import (
-    Question,
-    by_hand,
-)
+from shadowlane.planner.hybrid_hand import by_hand
+from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_search import ALIKE, knapsack, search
 from shadowlane.planner.hybrid_synthetic import CARD, MACHINE, dense
 from shadowlane.planner.hybrid_synthetic import small_model as model

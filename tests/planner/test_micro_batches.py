@@ -9,7 +9,8 @@ import pytest
 from shadowlane.actors.emulation import Hidden, World
 from shadowlane.planner.hybrid import Load, Plan, Site, Work
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
-from shadowlane.planner.hybrid_layouts import PIPELINED, Question, by_hand, in_micro_batches, pack
+from shadowlane.planner.hybrid_hand import PIPELINED, by_hand
+from shadowlane.planner.hybrid_layouts import Question, in_micro_batches, pack
 from shadowlane.planner.hybrid_learning import learned
 from shadowlane.planner.hybrid_search import ALIKE, search
 from shadowlane.planner.hybrid_synthetic import CARD, MACHINE, dense

@@ -13,7 +13,8 @@ from shadowlane.planner.card_planner import CardPlanner, check_over_cards, first
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hardware import Card, Hardware
 from shadowlane.planner.hybrid import Work, model_of
-from shadowlane.planner.hybrid_layouts import Question, by_hand
+from shadowlane.planner.hybrid_hand import by_hand
+from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_search import search
 from shadowlane.planner.pins import catalog_homes, check_pins_fit, homes_of, pinned
 from shadowlane.planner.placement import InfeasiblePlan, LaneSpec, Placement, Request
