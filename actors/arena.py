@@ -270,7 +270,7 @@ def plan_layout(
     # Beside cards other blocks may live here later, as many as the budget has room for; the ring's
     # part of it, too, under a plan that reads nothing.
     all_weights = sum(whole_pages(block.held_nbytes) for block in blueprint.catalog.blocks)
-    rest = placement.ram - placement.total_nbytes + placement.slots_nbytes
+    rest = (placement.ram - placement.total_nbytes + placement.slots_nbytes) // PAGE * PAGE
     spare = min(all_weights, placement.weights_nbytes + rest)
     weights_nbytes = placement.weights_nbytes
     if placement.cards:

@@ -146,7 +146,7 @@ def _missing_for(question: Question, strategy: str) -> str | None:
     cards = len(question.machine.cards)
     if strategy != "cpu" and not cards:
         return f"a card; {question.machine.name} has none"
-    if strategy == "row-split" and cards == 1:
+    if strategy in ("row-split", PIPELINED) and cards == 1:
         return f"several cards; {question.machine.name} has 1"
     if "cpu-moe" in strategy and not any(load.experts for load in question.model.loads):
         return "a mixture of experts; this model is none"

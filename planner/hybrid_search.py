@@ -5,9 +5,9 @@ ours: which kinds of groups go on the cards first, or the knapsack of ATSInfer; 
 divided between processor and cards, or between cards, so that all end together; how much of the
 rest is brought over a link and computed on a card, in each phase its own part; and at last small
 changes, tried one by one. Every candidate is played through and the fastest wins, so a plan is
-never predicted slower than one made by hand, but for what is alike: of plans within a thousandth,
-the one whose lanes have least to do wins, since what is brought can come later than predicted, and
-what is computed beside it, too.
+never predicted slower than one made by hand, but for what is alike: of plans within a thousandth the
+one whose lanes have least to do wins, and one that brings nothing within half a percent, since what
+is brought can come later than predicted, and what is computed beside it, too.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ TRIED = 4  # of the fastest starts, with parts brought over the link
 MOST_TRIES = 1500  # of small changes
 TRIES_OF_LOADS = 40_000  # and loads played through for them: a fraction of a second
 ALIKE = 0.001  # seconds closer than this are the same
+STILL = 0.005  # that bringing anything must win over plans that bring nothing
 KNAPSACK_STEPS = 512  # of one card's room
 
 # What goes on the cards first. Experts fill what is left, all layers alike.
@@ -108,9 +109,23 @@ def search(
 
 
 def _calmest(best: Answer, others: Sequence[Answer]) -> Answer:
-    """Of what is as fast as `best`, what has least to do for all lanes; of several the fastest."""
+    """Of what is as fast as `best`, what has least to do for all lanes; of several the fastest.
+
+    What is brought can come late, so where nothing need be brought it must win more than that.
+    """
+    still = [other for other in others if not _links_s(other)]
+    first = min(still, key=lambda answer: answer.seconds, default=best)
+    if _links_s(best) and first.seconds <= best.seconds * (1.0 + STILL):
+        best = first
     alike = [other for other in others if other.seconds <= best.seconds * (1.0 + ALIKE)]
     return min([*alike, best], key=lambda answer: (_busy_s(answer), answer.seconds))
+
+
+def _links_s(answer: Answer) -> float:
+    """Seconds in which links bring something, in a step of each kind together."""
+    both = (answer.times, answer.prompt_times)
+    lanes = [times.busy_s.items() for times in both if times is not None]
+    return sum(seconds for each in lanes for lane, seconds in each if lane.startswith("h2d:"))
 
 
 def _busy_s(answer: Answer) -> float:

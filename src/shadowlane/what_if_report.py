@@ -32,6 +32,10 @@ LEGEND = {  # what each kind of layout is, by the beginning of its name
     "attention-gpu": "all but MLPs and experts on cards",
     "cpu-moe": "all on cards but the experts of so many layers",
 }
+ENDINGS = {
+    "KV in RAM": "... but for keys and values, and attention",
+    "streamed": "... what it leaves in RAM is brought over the link for prompts",
+}
 
 
 def what_if_report(planned: Mapping[str, Any]) -> RenderableType:
@@ -146,9 +150,12 @@ def _request(planned: Mapping[str, Any]) -> RenderableType:
 
 def _legend(planned: Mapping[str, Any]) -> RenderableType:
     """Of the layouts that are in the tables."""
-    shown = {row["strategy"].partition(",")[0] for row in planned["rows"]}
+    names = [row["strategy"] for row in planned["rows"]]
+    layouts = [row["layout"] for row in planned["rows"]]
+    shown = {name.partition(",")[0] for name in names} | set(names)
+    shown |= {ending for ending in ENDINGS if any(f", {ending}" in each for each in layouts)}
     grid = Table.grid(padding=(0, 2))
-    for name, meaning in LEGEND.items():
+    for name, meaning in {**LEGEND, **ENDINGS}.items():
         if name in shown:
             grid.add_row(Text(name, style="dim"), Text(meaning, style="dim"))
     return Lines("", grid)

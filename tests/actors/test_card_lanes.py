@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cards import drawn, machine_with
+from cards import drawn, machine_with, on_cards
 from inprocess import AMPLE, ONE_THREAD, collect, cut, running, weights_nbytes
 from tiny import tiny_tokens
 
@@ -143,6 +143,17 @@ def test_changing_what_lives_where_while_tokens_are_made_changes_none(
             running_now.placement.cards, running_now.crew.mover.card_homes, strict=True
         ):
             assert set(there.offsets) == set(part.resident), "what nobody needs is dropped"
+
+
+def test_a_budget_need_not_be_whole_pages(model: Path, expected: list[int]) -> None:
+    """Of what it leaves, blocks that may come to RAM later have whole pages."""
+
+    def tight(catalog: Catalog, request: Request) -> Placement:
+        placement = drawn(1, 1)(catalog, request)
+        return replace(placement, ram=placement.total_nbytes + 12345)
+
+    with on_cards(model, tight, emulated=Emulated(machine_with(1), seed=1)) as engine:
+        assert engine.generate(PROMPT) == expected
 
 
 def test_a_ring_that_no_plan_needs_any_more_takes_no_memory(

@@ -333,6 +333,10 @@ def test_recorded_routing_is_met(shadowlane_command: Command, tmp_path: Path) ->
         (("--compare", ""), "got ''"),
         (("--compare", "cpu-moe"), "cpu-moe needs a mixture of experts; llama-2-7b is none"),
         (("--compare", "row-split"), "row-split needs several cards; RTX 3060"),
+        (
+            ("--compare", "static, layer-split, pipelined"),
+            "pipelined needs several cards; RTX 3060",
+        ),
         (("--compare", "cpu-moe", "--gpu-memory", "0"), "must name what there is"),
         (("--compare", "layer-split", "--gpu-memory", "0"), "layer-split needs a card"),
         (("--compare", "all", "-pp", "512"), "--pp must be left out with --compare"),

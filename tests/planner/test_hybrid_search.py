@@ -20,7 +20,7 @@ from shadowlane.planner.hybrid_bounds import hybrid_bounds
 from shadowlane.planner.hybrid_changes import MECHANISMS
 from shadowlane.planner.hybrid_hand import by_hand
 from shadowlane.planner.hybrid_layouts import Question
-from shadowlane.planner.hybrid_search import ALIKE, knapsack, search
+from shadowlane.planner.hybrid_search import STILL, knapsack, search
 from shadowlane.planner.hybrid_synthetic import CARD, MACHINE, dense
 from shadowlane.planner.hybrid_synthetic import small_model as model
 from shadowlane.planner.hybrid_synthetic import uneven as instance
@@ -88,7 +88,7 @@ def test_any_plan_found_fits_and_beats_hands_but_no_bound(
     answer = search(question, rivals=hand)
     assert fits(whole, answer.plan, work, machine, state)
     for rival in hand.values():
-        assert answer.times.step_s <= rival.times.step_s * (1.0 + ALIKE)
+        assert answer.times.step_s <= rival.times.step_s * (1.0 + STILL)
     bound = hybrid_bounds(question)
     # The part of keys and values on cards is tried on a grid: a bound to a part in a thousand.
     assert bound.resource_s <= bound.path_s <= answer.times.step_s * 1.001
@@ -106,7 +106,7 @@ def test_more_mechanisms_never_make_a_plan_slower() -> None:
     plain = min(answer.times.step_s for answer in hand.values())
     for name in MECHANISMS:
         found = search(question, rivals=hand, using=(name,))
-        assert found.times.step_s <= plain * (1.0 + ALIKE)
+        assert found.times.step_s <= plain * (1.0 + STILL)
 
 
 def test_what_is_as_fast_without_links_brings_nothing() -> None:

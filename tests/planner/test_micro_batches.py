@@ -12,7 +12,7 @@ from shadowlane.planner.hybrid_bounds import hybrid_bounds
 from shadowlane.planner.hybrid_hand import PIPELINED, by_hand
 from shadowlane.planner.hybrid_layouts import Question, in_micro_batches, pack
 from shadowlane.planner.hybrid_learning import learned
-from shadowlane.planner.hybrid_search import ALIKE, search
+from shadowlane.planner.hybrid_search import STILL, search
 from shadowlane.planner.hybrid_synthetic import CARD, MACHINE, dense
 from shadowlane.planner.hybrid_synthetic import small_model as model
 
@@ -110,6 +110,6 @@ def test_the_search_finds_what_is_tuned_by_hand_and_no_bound_is_beaten() -> None
     assert hand[PIPELINED].seconds < 0.7 * hand["layer-split"].seconds
     found = search(question, rivals=hand)
     assert found.plan.micro_batches > 1
-    assert found.seconds <= hand[PIPELINED].seconds * (1.0 + ALIKE)
+    assert found.seconds <= hand[PIPELINED].seconds * (1.0 + STILL)
     assert hybrid_bounds(question).path_s <= found.seconds
     assert PIPELINED not in by_hand(Question(LAYERS, MACHINE, PROMPT)), "it takes several cards"

@@ -180,7 +180,7 @@ def _strategies(given: str) -> tuple[str, ...]:
         return ()
     names: list[str] = []
     for each in (part.strip() for part in given.split(",")):
-        if each == "KV in RAM" and names and f"{names[-1]}, {each}" in _all():
+        if names and f"{names[-1]}, {each}" in _all():
             names[-1] += f", {each}"
         else:
             names.append(each)
