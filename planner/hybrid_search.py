@@ -5,9 +5,9 @@ ours: which kinds of groups go on the cards first, or the knapsack of ATSInfer; 
 divided between processor and cards, or between cards, so that all end together; how much of the
 rest is brought over a link and computed on a card, in each phase its own part; and at last small
 changes, tried one by one. Every candidate is played through and the fastest wins, so a plan is
-never predicted slower than one made by hand, but for what is alike: of plans within a thousandth the
-one whose lanes have least to do wins, and one that brings nothing within half a percent, since what
-is brought can come later than predicted, and what is computed beside it, too.
+never predicted slower than one made by hand, but for what is alike: of plans within a thousandth
+the one whose lanes have least to do wins, and one that brings nothing within half a percent, since
+what is brought can come later than predicted, and what is computed beside it, too.
 """
 
 from __future__ import annotations
