@@ -303,7 +303,8 @@ def demand(
     stages = tuple(
         more_for_stage(card) if each else 0.0 for card, each in zip(cards, brings, strict=True)
     )
-    ring = disk_ring_nbytes(model, machine, state) if reads else 0.0
+    # A mixture's ring is laid out with its slots, and the embedding has what they leave.
+    ring = disk_ring_nbytes(model, machine, state) if reads and not has_slots else 0.0
     held = tuple(have + stage for have, stage in zip(vram, stages, strict=True))
     return Demand(held, ram + ring, stages, ring)
 

@@ -160,7 +160,7 @@ def settle(
             dense += whole * (1.0 - vram)
             room -= kv * (1.0 - vram)
     slots = question.machine.experts_nbytes
-    if reads or room < dense + (experts if slots is None else 0.0):
+    if slots is None and (reads or room < dense + experts):
         room -= disk_ring_nbytes(model, question.machine, question.state)
     if room < 0:
         return None

@@ -159,7 +159,7 @@ def test_columns_of_a_plan_over_cards_add_up_to_what_stands_above_them(
     assert sum(shown.values()) - twice == sum(group["nbytes"] for group in plan["groups"])
     text = text_of(report.plan_report(plan))
     assert ("copies of what is on cards" in text) == (twice > 0)
-    if in_ram == 3.0 and on_card > 0.2:
+    if on_card > 1.0 or (in_ram == 3.0 and not is_tied):  # a tied head may stay in RAM
         assert twice, "or the test shows nothing"
 
 
