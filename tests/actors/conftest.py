@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from cards import OPTIONS
 from inprocess import ONE_THREAD, running, small_blocks
 from mixture_files import model_of_family
 from tiny import write_tiny_model
+
+ENDING_S = 2.0  # that a thread which is over may take to let go
 
 
 def mapped_arenas() -> int:
@@ -30,7 +33,10 @@ def _no_arena_stays_mapped(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     request.node.funcargs.clear()  # what other fixtures made, which is over
     if mapped_arenas() > before:
+        until = time.monotonic() + ENDING_S
         gc.collect()
+        while mapped_arenas() > before and time.monotonic() < until:
+            time.sleep(0.01)
         is_shown = request.session.testsfailed > failed  # a failure that is shown keeps its frames
         assert is_shown or mapped_arenas() <= before, "somebody keeps an arena"
 
