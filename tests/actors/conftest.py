@@ -14,7 +14,7 @@ from inprocess import ONE_THREAD, running, small_blocks
 from mixture_files import model_of_family
 from tiny import write_tiny_model
 
-ENDING_S = 2.0  # that a thread which is over may take to let go
+ENDING_S = 20.0  # that a thread which is over may take to let go
 
 
 def mapped_arenas() -> int:
