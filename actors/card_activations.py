@@ -117,24 +117,24 @@ class Activations:
 
     def fetch_choice(self, operators: CardOperators, layer: int, rows: StepRows) -> None:
         """What the router of a layer has chosen, into `route_ids`. layer: of those with experts."""
-        theirs = self._route(layer, "ids", rows.num_rows)
-        operators.buffers.route_ids[: rows.num_rows].copy_(theirs)  # to another type
+        theirs = self._route(layer, "ids", rows)
+        operators.buffers.route_ids[rows.all].copy_(theirs)  # to another type
 
     def fetch_weights(self, operators: CardOperators, layer: int, rows: StepRows) -> None:
         """How much the chosen of a layer count, into `route_weights`."""
-        ours = operators.buffers.route_weights[: rows.num_rows]
-        _copy(ours.view(torch.int32), self._route(layer, "weights", rows.num_rows))
+        ours = operators.buffers.route_weights[rows.all]
+        _copy(ours.view(torch.int32), self._route(layer, "weights", rows))
 
     def route(self, layer: int, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the choice of a layer lies for others: ids, int32, and weights [rows, top_k]."""
-        ids, weights = (self._route(layer, name, rows.num_rows) for name in ("ids", "weights"))
+        ids, weights = (self._route(layer, name, rows) for name in ("ids", "weights"))
         return ids, weights.view(torch.float32)
 
-    def _route(self, layer: int, field: str, count: int) -> torch.Tensor:
-        """A field of a layer's route for so many rows, int32 [count, top_k]; floats as they lie."""
+    def _route(self, layer: int, field: str, rows: StepRows) -> torch.Tensor:
+        """A field of a layer's route for these rows, int32 [rows, top_k]; floats as they lie."""
         start, _, top_k = self._choice(layer, field)
-        data = self._shared["routes"][start : start + 4 * count * top_k]
-        return data.view(torch.int32).view(count, top_k)
+        data = self._shared["routes"][start : start + 4 * rows.all.stop * top_k]
+        return data.view(torch.int32).view(-1, top_k)[rows.all]
 
     def expert_outputs(self, operators: CardOperators) -> tuple[torch.Tensor, torch.Tensor]:
         """Where rows of pairs go: of decode rows, float32, and of a chunk's, compute type."""
@@ -155,10 +155,10 @@ class Activations:
         """Whether the engine writes choices in place of routers: in all steps, or in none."""
         return bool(self._numbers[t.ROUTE_FORCED])
 
-    def choice(self, layer: int, count: int) -> np.ndarray:
-        """What the router of a layer has chosen, once it has: int32 [count, top_k], a copy."""
+    def choice(self, layer: int, rows: StepRows) -> np.ndarray:
+        """What the router of a layer has chosen, once it has: int32 [rows, top_k], a copy."""
         start, scratch, top_k = self._choice(layer)
-        return self._arena.view(scratch + start, np.int32, count, top_k).copy()
+        return self._arena.view(scratch + start, np.int32, rows.all.stop, top_k)[rows.all].copy()
 
     def _choice(self, layer: int, field: str = "ids") -> tuple[int, int, int]:
         moe = self._blueprint.config.moe

@@ -444,7 +444,7 @@ class CardLane:
                 self._told = wanted
             if not self._wait_here(made.number, wanted):
                 return False
-            choice = self._activations.choice(layer, rows.num_rows)
+            choice = self._activations.choice(layer, rows)
         weights = self._weights_of(each, int(step.header[t.LINK_BASE + self.card]))
         work = (step.placement_id, each, weights, rows, choice)
         self._start(partial(computer.compute, *work))

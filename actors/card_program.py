@@ -22,6 +22,7 @@ from shadowlane.ops.card.products import CardBlock
 from shadowlane.ops.card.shares import Span
 from shadowlane.ops.dots import DIRECT_LAYOUTS
 from shadowlane.ops.layouts import LAYOUTS
+from shadowlane.planner.catalog import router_of
 from shadowlane.planner.placement import CardPart, Placement
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import (
@@ -156,7 +157,7 @@ def compile_program(
     awaited = _awaited(programs, lane)
     catalog = {group.name: group for group in blueprint.catalog.groups}
     groups = {group.name: group for group in blueprint.groups}
-    sparse = {_router_of(group.name): n for n, group in enumerate(blueprint.catalog.sparse_groups)}
+    sparse = {router_of(group.name): n for n, group in enumerate(blueprint.catalog.sparse_groups)}
     found: list[CardInstruction] = []
     kv_heads: dict[int, tuple[int, int]] = {}
     for place, each in enumerate(programs[lane].instructions):
@@ -301,7 +302,7 @@ def _of_experts(
     chooser, rel = next(
         (name, number + 1)
         for name, number, one in _instructions(programs)
-        if one.group == _router_of(whole.group)
+        if one.group == router_of(whole.group) and one.micro_batch == whole.part[0]
     )
     choice = Choice(_wait_for(card.placement, chooser, rel), chooser == lane)
     numbers = [n for n, unit in units.items() if whole.first_unit <= unit < whole.last_unit]
@@ -322,10 +323,6 @@ def _of_experts(
         replace(found[0], crossings=Crossings(fetched, ()), is_awaited=False),
         replace(total, waits=tuple(joins), crossings=Crossings((), left)),
     ]
-
-
-def _router_of(experts: str) -> str:
-    return experts.replace("experts", "router")
 
 
 def _experts(

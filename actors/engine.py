@@ -269,7 +269,7 @@ class Engine:
 
     def _open_routing(self, arena: Arena) -> None:
         """Recording and replay of routes, where they were asked for."""
-        if self.blueprint.experts is not None and self.layout.copy_rings:
+        if self.blueprint.experts is not None and self.layout.links:
             self._card_routes = CardRoutes(arena, self.layout, self.blueprint)
         record = self.settings.trace_routing
         if record is not None or self._trace is not None:

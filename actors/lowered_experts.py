@@ -10,6 +10,7 @@ from shadowlane.actors.arena import READY_COUNTER, REQUEST_COUNTER, SUMMED_COUNT
 from shadowlane.actors.blueprint import Blueprint
 from shadowlane.actors.scratch import route_layout, router_stride
 from shadowlane.ops import table as t
+from shadowlane.planner.catalog import router_of
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Phase
 from shadowlane.planner.program import ComputeInstruction
@@ -128,10 +129,14 @@ def expert_tiles(
 
 
 def routing_card(layout: ArenaLayout, placement: Placement, phase: Phase, experts: str) -> bool:
-    """Whether a card that is here chooses the experts of a layer. experts: name of their group."""
-    if layout.is_emulated:  # its lane is a processor's
+    """Whether a card chooses the experts of a layer and leaves the rest of the route to others.
+
+    One that is here does; an emulated one's lane is a processor's, which does so of micro-batches
+    alone. experts: name of their group.
+    """
+    if layout.is_emulated and placement.micro_batches_in(phase) == 1:
         return False
-    chooser = placement.shares_of(phase)[experts.replace("experts", "router")][0].lane
+    chooser = placement.shares_of(phase)[router_of(experts)][0].lane
     return layout.card_of(placement.number_of(chooser)) is not None
 
 

@@ -171,8 +171,7 @@ def plan_scratch(
 ) -> ScratchPlan:
     """subchunks: of the longest chunk, each of `options.prefill_chunk` rows.
 
-    are_cards: among lanes, which may have layers each, so that chunks may be several micro-batches;
-    not of a mixture (`planner/micro_batches.py`).
+    are_cards: among lanes, which may have layers each, so that chunks may be several micro-batches.
     """
     subchunk = options.prefill_chunk
     chunk = subchunks * subchunk
@@ -226,7 +225,7 @@ def plan_scratch(
         worker_mask=min(QUERY_ROWS, subchunk) * (context + 1) * element,
         worker_words=WORDS_NBYTES,
         arranging=arranging,
-        halves_share=not are_cards or subchunks == 1 or config.moe is not None,
+        halves_share=not are_cards or subchunks == 1,
         **_expert_buffers(config, rows, chunk, subchunk, element),
     )
 

@@ -330,6 +330,8 @@ def expert_chunk_item(
     record: int,
     step: int,
     item: int,
+    begin_row: int,
+    end_row: int,
     decode_x: int,
     chunk_x: int,
     is_void: bool,
@@ -337,10 +339,11 @@ def expert_chunk_item(
 ) -> tuple[int, int]:
     """One item of a prefill step: (DONE, ABORTED or REFUSED, ns waited for others).
 
+    begin_row, end_row: of all rows of the step, those that the instruction computes.
     decode_x, chunk_x: inputs of the decode rows and of the chunk, as `walk_chunk` prepares them.
     is_void: nothing is multiplied any more; what is being read is still waited for, and let go.
     """
-    num_decode, num_prefill = load64(record + 8 * t.NUM_DECODE), load64(record + 8 * t.NUM_PREFILL)
+    num_decode = load64(record + 8 * t.NUM_DECODE)
     together = load64(record + 8 * t.SUBCHUNK_ROWS)
     route = route_at(base, geometry, row[t.SPARSE_LAYER])
     place = item - expert_items(geometry, row)
@@ -357,7 +360,8 @@ def expert_chunk_item(
         if row[t.JOINS] > 0 and wait_joined(base, geometry, row, record) < 0:
             return ABORTED, 0
         waited = now_ns() - began
-        first, last = place * SUM_ROWS, min((place + 1) * SUM_ROWS, num_decode + num_prefill)
+        first = begin_row + place * SUM_ROWS
+        last = min(first + SUM_ROWS, end_row)
         middle = min(max(first, num_decode), last)
         outputs = base + geometry[t.EXPERT_OUTPUT]
         add_experts(base, geometry, row, LAYOUT_F32, outputs, first, middle, 0)

@@ -52,7 +52,7 @@ from shadowlane.ops.compiled import njit
 from shadowlane.ops.emulated import hold
 from shadowlane.ops.kernels import element_nbytes
 from shadowlane.ops.micro_batch import chunk_part
-from shadowlane.ops.routes import call_disk_lane, route, take_route
+from shadowlane.ops.routes import call_disk_lane, route, route_part, take_route
 from shadowlane.ops.rows import convert_row
 from shadowlane.ops.walker import (
     gate_up_item,
@@ -446,12 +446,12 @@ def walk_chunk(
         micro_batch = row[t.MICRO_BATCH]
         decoding = num_decode if micro_batch == 0 else 0  # the rows of this instruction
         from_row, to_row = chunk_part(micro_batch, row[t.MICRO_BATCHES], num_prefill, together)
-        is_empty = decoding + to_row == from_row
+        begin, end = num_decode - decoding + from_row, num_decode + to_row  # of all rows
+        is_empty = begin == end
         is_tiled = kind != t.EMBED and kind != t.ATTENTION and row[t.TILE_COUNT] > 0
         num_items = 1
         if not is_empty:
-            rows = decoding + to_row - from_row
-            num_items = count_items(geometry, row, rows, to_row - from_row, together)
+            num_items = count_items(geometry, row, end - begin, to_row - from_row, together)
         status = wait_inputs(base, geometry, row, record, spin_ns, statistics)
         if status != WAIT_OK:
             return status
@@ -477,8 +477,8 @@ def walk_chunk(
             if is_empty or (is_void and kind != t.EXPERTS):
                 pass
             elif kind == t.EMBED:
-                first = num_decode - decoding + from_row + taken * EMBED_ROWS
-                last = min(first + EMBED_ROWS, num_decode + to_row)
+                first = begin + taken * EMBED_ROWS
+                last = min(first + EMBED_ROWS, end)
                 embed_rows(base, geometry, row, blocks, record, first, last)
             elif kind == t.ATTENTION:
                 if not chunk_attention(
@@ -492,10 +492,10 @@ def walk_chunk(
                     decode_x = prepare_input(base, geometry, row, record, inputs, scratch)
                 if kind != t.LM_HEAD:
                     chunk_x = chunk_input(base, geometry, row, record, from_row, to_row, scratch)
-            if kind == t.EXPERTS:
+            if kind == t.EXPERTS and not is_empty:
                 outcome, late = expert_chunk_item(
-                    base, geometry, aten, row, blocks, items, record, step, taken, decode_x,
-                    chunk_x, is_void, scratch,
+                    base, geometry, aten, row, blocks, items, record, step, taken, begin, end,
+                    decode_x, chunk_x, is_void, scratch,
                 )  # fmt: skip
                 if outcome == ABORTED:
                     return WAIT_ABORTED
@@ -529,7 +529,10 @@ def walk_chunk(
             if is_last_item(base, geometry, row, record, num_items):
                 misses = False
                 if kind == t.ROUTER and load64(record + 8 * t.IS_VOID) == 0:
-                    misses = route(base, geometry, row, items, step, num_rows, 0)
+                    if row[t.MICRO_BATCHES] == 1:
+                        misses = route(base, geometry, row, items, step, num_rows, 0)
+                    elif not is_empty:
+                        route_part(base, geometry, row, step, begin, end)
                 if not is_empty:
                     start, busy_ns = hold(base, geometry, row, items, record, start, late_ns)
                 retire(base, geometry, row, record)

@@ -93,21 +93,22 @@ def choose(logits: int, count: int, top_k: int, normalises: int, ids: int, weigh
 
 
 @njit
-def sort_pairs(geometry: Any, route: int, num_rows: int) -> None:
-    """Fill `starts` and `pairs` from `ids`: for each expert its pairs, by rising row."""
+def sort_pairs(geometry: Any, route: int, first: int, last: int) -> None:
+    """Fill `starts` and `pairs` from `ids` of rows first..last: for each expert its pairs, by
+    rising row."""
     experts, top_k = geometry[t.NUM_EXPERTS], geometry[t.TOP_K]
     ids, pairs = route + geometry[t.ROUTE_IDS], route + geometry[t.ROUTE_PAIRS]
     starts, cursors = route + geometry[t.ROUTE_STARTS], route + geometry[t.ROUTE_ORDER]
     for expert in range(experts + 1):
         write_i32(starts + 4 * expert, np.int32(0))
-    for pair in range(num_rows * top_k):
+    for pair in range(first * top_k, last * top_k):
         at = starts + 4 * (read_i32(ids + 4 * pair) + 1)
         write_i32(at, read_i32(at) + np.int32(1))
     for expert in range(experts):
         write_i32(cursors + 4 * expert, read_i32(starts + 4 * expert))
         at = starts + 4 * (expert + 1)
         write_i32(at, read_i32(at) + read_i32(starts + 4 * expert))
-    for pair in range(num_rows * top_k):
+    for pair in range(first * top_k, last * top_k):
         cursor = cursors + 4 * read_i32(ids + 4 * pair)
         place = read_i32(cursor)
         write_i32(pairs + 4 * place, np.int32(pair))
@@ -162,15 +163,37 @@ def route(
     True: there is one. `call_disk_lane` comes when the instruction has retired: whoever wakes the
     disk lane may lose its core to it, and its peers have experts to compute.
 
-    row: of a ROUTER, whose output is float32 [num_rows, ROUTER_STRIDE]: a logit per expert, then,
-    where the layer has a shared expert with a gate, the gate's, which becomes its factor here.
+    row: of a ROUTER.
+    """
+    choose_rows(base, geometry, row, 0, num_rows)
+    return mark_chosen(base, geometry, row, items, step, num_rows, is_decode)
+
+
+@njit
+def route_part(base: int, geometry: Any, row: Any, step: int, first: int, last: int) -> None:
+    """Choose for rows first..last, of a micro-batch, where all experts are this card's.
+
+    `starts` and `pairs` are of these rows until the next are routed. The rest of the route, for
+    those who count or watch, the engine does for all rows at the end of the step: `mark_all`.
+    """
+    choose_rows(base, geometry, row, first, last)
+    here = route_at(base, geometry, row[t.SPARSE_LAYER])
+    sort_pairs(geometry, here, first, last)
+    swap64(here + 8 * t.ROUTE_STEP, np.int64(step))
+
+
+@njit
+def choose_rows(base: int, geometry: Any, row: Any, first: int, last: int) -> None:
+    """`choose` for rows first..last of a ROUTER, or weigh what the engine has chosen for them.
+
+    Its output is float32 [rows, ROUTER_STRIDE]: a logit per expert, then, where the layer has a
+    shared expert with a gate, the gate's, which becomes its factor here.
     """
     experts, top_k = geometry[t.NUM_EXPERTS], geometry[t.TOP_K]
-    layer = row[t.SPARSE_LAYER]
-    here = route_at(base, geometry, layer)
+    here = route_at(base, geometry, row[t.SPARSE_LAYER])
     stride = 4 * geometry[t.ROUTER_STRIDE]
     is_forced = read_i64(base + geometry[t.ROUTE_NUMBER] + 8 * t.ROUTE_FORCED) != 0
-    for index in range(num_rows):
+    for index in range(first, last):
         logits = base + row[t.OUTPUT] + index * stride
         for extra in range(experts, geometry[t.ROUTER_STRIDE]):
             gate = logits + 4 * extra
@@ -182,7 +205,6 @@ def route(
             continue
         ids = here + geometry[t.ROUTE_IDS] + 4 * index * top_k
         choose(logits, experts, top_k, geometry[t.NORMALISES_TOP_K], ids, weights)
-    return mark_chosen(base, geometry, row, items, step, num_rows, is_decode)
 
 
 @njit
@@ -195,7 +217,7 @@ def mark_chosen(
     """
     experts, layer = geometry[t.NUM_EXPERTS], row[t.SPARSE_LAYER]
     here = route_at(base, geometry, layer)
-    sort_pairs(geometry, here, num_rows)
+    sort_pairs(geometry, here, 0, num_rows)
     numbers = base + geometry[t.ROUTE_NUMBER]
     number = read_i64(numbers) + 1
     starts = here + geometry[t.ROUTE_STARTS]

@@ -86,6 +86,11 @@ def expert_units(per_layer: int) -> int:
     return per_layer + 1
 
 
+def router_of(experts: str) -> str:
+    """The name of the group that chooses among a group of experts."""
+    return experts.replace("experts", "router")
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog:
     """A model as the planner sees it.

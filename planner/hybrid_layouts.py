@@ -21,6 +21,7 @@ from shadowlane.planner.hybrid import (
     Site,
     Work,
     all_kv_nbytes,
+    chooser,
     disk_ring_nbytes,
     fits,
     kv_nbytes,
@@ -374,11 +375,17 @@ def one_more(model: Model, spread: Spread, routed: Sequence[int], room: float) -
 def in_micro_batches(question: Question, plan: Plan) -> Plan:
     """With as many as prompts have sub-chunks in a step; one where they bring or read anything.
 
-    Nor has a mixture several, where our lanes are to run it: a route is of a whole step.
+    Nor has a mixture several, where our lanes are to run it, unless one card routes and computes
+    all experts of a layer.
     """
     loads = question.model.loads
-    if any(load.is_joined for load in loads) or not all(map(_is_in_memory, loads, plan.sites)):
+    if not all(map(_is_in_memory, loads, plan.sites)):
         return plan
+    for index, load in enumerate(loads):
+        if load.is_joined:
+            card = whole_on(plan.sites[index].vram, plan.sites[index].over)
+            if card is None or chooser(question.model, plan.sites, index) != 1 + card:
+                return plan
     rows = max((work.rows for work in question.works if work.phase == "prefill"), default=1)
     return replace(plan, micro_batches=max(1, rows // MICRO_BATCH_ROWS))
 

@@ -10,26 +10,40 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shadowlane.planner.catalog import Catalog
+from shadowlane.planner.catalog import Catalog, router_of
 from shadowlane.planner.placement import Placement
 
 
 def why_undivided(catalog: Catalog, placement: Placement) -> str | None:
     """Why chunks of prompts go through in one piece under a placement; None: they need not.
 
-    What streams is there once in each step, and so are a router's choices; halves of a layer share
-    their memory where there are no cards (`actors/scratch.py`).
+    What streams is there once in each step; halves of a layer share their memory where there are no
+    cards (`actors/scratch.py`). What a router chose holds until it chooses for the next
+    micro-batch, which only the lane knows that routes and computes all of the layer's experts.
     """
     if not placement.cards:
         return "there are no cards"
-    if catalog.experts is not None:
-        return "routers of a mixture choose once in each step"
+    for layer, group in enumerate(catalog.sparse_groups):
+        if not _is_of_one_card(catalog, placement, layer):
+            return f"no card has the router and all experts of layer {group.layer}"
     if placement.sweep:
         return f"{len(placement.sweep)} blocks are read off the disk in each step"
     for card in placement.cards:
         if card.prefill_sweep:
             return f"{card.link} brings {len(card.prefill_sweep)} blocks for each step of a prompt"
     return None
+
+
+def _is_of_one_card(catalog: Catalog, placement: Placement, layer: int) -> bool:
+    """Whether one card routes a layer of `sparse_groups`, has all of its experts, and adds up."""
+    experts = catalog.experts
+    assert experts is not None, "only mixtures have routed experts"
+    shares, name = placement.shares_of("prefill"), catalog.sparse_groups[layer].name
+    lanes = {share.lane for share in (*shares[name], *shares[router_of(name)])}
+    return any(
+        lanes == {card.lane} and len(card.experts_of(layer)) == experts.per_layer
+        for card in placement.cards
+    )
 
 
 def check_micro_batches(catalog: Catalog, placement: Placement) -> None:

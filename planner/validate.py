@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
-from shadowlane.planner.catalog import Catalog, Group
+from shadowlane.planner.catalog import Catalog, Group, router_of
 from shadowlane.planner.micro_batches import check_micro_batches
 from shadowlane.planner.placement import DISK_LANE, Placement, Stream
 from shadowlane.planner.profile import Phase
@@ -197,7 +197,7 @@ def _check_expert_shares(
                 f"{group.name}: {card.lane} has a share of {sum(units)} in {phase}; "
                 f"{held} experts live there{more}"
             )
-    routers = placement.shares_of(phase).get(group.name.replace("experts", "router"), ())
+    routers = placement.shares_of(phase).get(router_of(group.name), ())
     if len(routers) > 1:
         choosers = ", ".join(each.lane for each in routers)
         raise InconsistentPrograms(f"{group.name}: one lane must choose them; got {choosers}")

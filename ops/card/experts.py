@@ -59,9 +59,9 @@ class Experts:
         The same bits as in `ops/routes.py`. The logit of the shared expert's gate becomes its
         factor. left: where ids, int32, and weights go as well: [rows, top_k] each.
         """
-        moe, count, buffers = self._moe, rows.num_rows, self._buffers
-        router, normalises = buffers.router[:count], moe.norm_topk or moe.softmax_chosen
-        ids, weights = buffers.route_ids[:count], buffers.route_weights[:count]
+        moe, buffers = self._moe, self._buffers
+        router, normalises = buffers.router[rows.all], moe.norm_topk or moe.softmax_chosen
+        ids, weights = buffers.route_ids[rows.all], buffers.route_weights[rows.all]
         if self._products.uses_triton:
             from shadowlane.ops.card.choices_triton import choose_experts
 
@@ -81,16 +81,16 @@ class Experts:
         weights: torch.Tensor,
     ) -> None:
         """Go where somebody else has chosen; all count alike. ids: int32; weights: to be left."""
-        count, buffers = rows.num_rows, self._buffers
+        buffers = self._buffers
         self.open_gates(rows)
-        buffers.route_ids[:count].copy_(ids)
-        buffers.route_weights[:count].fill_(1.0 / self._moe.top_k)
-        weights.copy_(buffers.route_weights[:count])
+        buffers.route_ids[rows.all].copy_(ids)
+        buffers.route_weights[rows.all].fill_(1.0 / self._moe.top_k)
+        weights.copy_(buffers.route_weights[rows.all])
 
     def open_gates(self, rows: StepRows) -> None:
         """Make the factor of a shared expert of the logit of its gate, where it has one."""
         if self._moe.has_shared_gate:
-            gates = self._buffers.router[: rows.num_rows, self._moe.num_experts :]
+            gates = self._buffers.router[rows.all, self._moe.num_experts :]
             gates.copy_(sigmoid(gates))
 
     def compute(
@@ -120,7 +120,7 @@ class Experts:
             at = rows.num_decode
             parts += [slice(at + first, at + last) for first, last in rows.subchunks()]
         if not is_sorted:
-            self._sort_pairs(parts)
+            self._sort_pairs(parts, buffers.route_ids[rows.all])
         for part in parts:
             if part.stop <= rows.num_decode:
                 assert decode is not None
@@ -128,12 +128,15 @@ class Experts:
                 continue
             assert chunk is not None
             first, last = part.start - rows.num_decode, part.stop - rows.num_decode
-            here = many[first * top_k :]
+            here = many[(rows.chunk_first + first) * top_k :]
             self._rows(chunk[first:last], part, resident, ids, biases, here, True)
 
-    def _sort_pairs(self, parts: Sequence[slice]) -> None:
-        """Put the pairs of each part in the order of their experts, on the device."""
-        ids, top_k = self._buffers.route_ids, self._moe.top_k
+    def _sort_pairs(self, parts: Sequence[slice], ids: torch.Tensor) -> None:
+        """Put the pairs of each part in the order of their experts, on the device.
+
+        ids: [rows, top_k], of all parts.
+        """
+        top_k = self._moe.top_k
         for part in parts:
             order = self._buffers.route_order[part.start * top_k : part.stop * top_k]
             order.copy_(ids[part].flatten().argsort(stable=True))
@@ -148,7 +151,7 @@ class Experts:
         outputs: torch.Tensor,
         is_chunk: bool,
     ) -> None:
-        """Some rows of the step; `outputs` begins with the pairs of the first.
+        """Part of these rows; `outputs` begins with the pairs of its first.
 
         Pairs are in the order of their experts on the device, and counted on the host: nothing is
         copied, so nothing waits for what is ahead in the stream.
@@ -187,22 +190,25 @@ class Experts:
         of a chunk's. Of decode rows all cross, so that nobody has to count them.
         """
         buffers, top_k, decode = self._buffers, self._moe.top_k, rows.num_decode
+        ids, chunk = buffers.route_ids[rows.all], buffers.expert_output_chunk
         few, many = outputs
         if decode:
-            is_here = here[buffers.route_ids[:decode]].flatten()[:, None]
+            is_here = here[ids[:decode]].flatten()[:, None]
             ours = buffers.expert_output[: decode * top_k]
             torch.where(is_here, ours, few[: decode * top_k], out=ours)
         for (first, last), count in zip(rows.subchunks(), num_others, strict=True):
-            is_here = here[buffers.route_ids[decode + first : decode + last]].flatten()
-            pairs = is_here.to(torch.uint8).argsort(stable=True)[:count] + first * top_k
-            buffers.expert_output_chunk[pairs] = many[pairs]
+            is_here = here[ids[decode + first : decode + last]].flatten()
+            pairs = is_here.to(torch.uint8).argsort(stable=True)[:count]
+            pairs += (rows.chunk_first + first) * top_k
+            chunk[pairs] = many[pairs]
 
     def add(self, rows: StepRows) -> None:
         """Add the experts' outputs of all rows to the residual stream, by rank."""
         buffers, top_k, decode = self._buffers, self._moe.top_k, rows.num_decode
+        chunk = buffers.expert_output_chunk[rows.chunk_first * top_k :]
         for first, count, outputs in (
-            (0, decode, buffers.expert_output),
-            (decode, rows.num_prefill, buffers.expert_output_chunk),
+            (rows.first, decode, buffers.expert_output),
+            (rows.first + decode, rows.num_prefill, chunk),
         ):
             by_rank = outputs[: count * top_k].unflatten(0, (count, top_k))
             weights = buffers.route_weights[first : first + count]

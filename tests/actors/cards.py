@@ -344,9 +344,19 @@ def by_layers(
                 held[name] += group.blocks
                 heads[name] += group.units * (group.kind == "attn")
         room = whole_pages(sum(block.held_nbytes for block in catalog.blocks))
+        experts = {
+            name: tuple(
+                tuple(range(group.units - 1)) if lane_of[group.name] == name else ()
+                for group in catalog.sparse_groups
+            )
+            for name in names
+        }
+        expert_nbytes = catalog.experts.slot_nbytes if catalog.experts else 0
         parts = tuple(
             CardPart(
                 lane=name,
+                experts=experts[name],
+                experts_nbytes=expert_nbytes * sum(map(len, experts[name])),
                 resident=tuple(sorted(held[name])),
                 decode_sweep=(),
                 prefill_sweep=(),

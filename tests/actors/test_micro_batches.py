@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import inprocess
 import numpy as np
 import pytest
 from cards import by_layers, drawn, machine_with, on_cards
+from card_mixtures import Mixture
 from fake_card import fake_cards
 from inprocess import AMPLE, ONE_THREAD, PATIENCE_S, InProcess, collect, listen, plan, running
 from mortal import MortalScripted, collect_after_recovery, end_of
@@ -184,6 +186,44 @@ def test_a_chunk_that_is_cancelled_is_not_computed_to_its_end(
             assert listen(sequence)[-1].finish_reason == "cancelled"
             assert engine.generate(prompt(45), 6) == expected[45]
         assert answers(engine) == expected
+
+
+def whole_layers(catalog: Catalog, request: Request, count: int) -> Placement:
+    """The first layer on one card, the others on the next."""
+    return by_layers((1, 9), count)(catalog, request)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_mixture_gives_the_same_bits(mixture: Mixture, count: int) -> None:
+    """Counts too: of what was chosen, and how many experts cards computed."""
+    first = partial(whole_layers, count=count)
+    with (
+        emulated(mixture.path, first, 2) as engine,
+        emulated(mixture.path, partial(whole_layers, count=1), 2) as whole,
+    ):
+        assert engine.engine.placement.micro_batches == count
+        for length in LENGTHS:
+            assert engine.generate(prompt(length), 6) == whole.generate(prompt(length), 6)
+            assert engine.engine.gauges.expert_use() == whole.engine.gauges.expert_use()
+            one, other = (each.engine.lane_use_now().lanes for each in (engine, whole))
+            assert {lane: nbytes for lane, (_, nbytes) in one.items()} == {
+                lane: nbytes for lane, (_, nbytes) in other.items()
+            }
+        assert np.array_equal(engine.logits(prompt(80)), whole.logits(prompt(80)))
+        heat = engine.engine.expert_heat()
+        assert heat is not None and heat.visits
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_mixture_on_cards_that_are_here(
+    mixture: Mixture, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = partial(whole_layers, count=count)
+    with (
+        fake_cards(monkeypatch, 2),
+        on_cards(mixture.path, first, 2, options=OPTIONS, subchunks=SUBCHUNKS) as engine,
+    ):
+        assert mixture.agrees(engine)
 
 
 @pytest.mark.parametrize("lane", ["gpu:0", "gpu:1", "cpu:0"])

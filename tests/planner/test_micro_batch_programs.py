@@ -25,13 +25,16 @@ from shadowlane.planner.validate import InconsistentPrograms, compute_instructio
 
 CARD = Card("card", 64e6, 0.0, 400e9, 40e12, 20e9, 20e9, launch_s=5e-6, crossing_s=20e-6)
 SUBCHUNKS = 8
+MIXTURE = mixture_catalog(
+    layers=2, num_experts=8, top_k=2, expert_inner=64, hidden=128, inner=128, vocab=256
+)
 LLAMA = llama_catalog(layers=4, hidden=128, inner=256, tile_rows=64, subchunk_nbytes=100_000)
 
 
 def placed(catalog: Catalog, *sites: Site, micro_batches: int = 1, cards: int = 2) -> Placement:
     """sites: one for all loads, or one for each."""
     machine = Hardware("machine", (CARD,) * cards, 40e9, 1e12, 2e-6, 60e9, 64e9, 0.0, 5e9)
-    model = model_of(catalog, "synthetic")
+    model = model_of(catalog, "synthetic", is_ours=True, cards_route=True)
     question = Question(model, machine, Work(context=64, max_context=64))
     lanes = ("cpu:0", *(f"gpu:{number}" for number in range(cards)))
     request = Request(
@@ -187,11 +190,8 @@ def test_what_is_there_once_in_each_step_cannot_be_wanted_more_often() -> None:
     )
     reads = replace(placed(LLAMA, Site(0.5, 0.25)), micro_batches=2)
     assert f"{len(reads.sweep)} blocks are read off the disk in each step" in refused(LLAMA, reads)
-    mixture = mixture_catalog(
-        layers=2, num_experts=8, top_k=2, expert_inner=64, hidden=128, inner=128, vocab=256
-    )
-    routed = replace(placed(mixture, Site(0.5, 0.5)), micro_batches=2, subchunks=2)
-    assert "routers of a mixture choose once" in refused(mixture, routed)
+    routed = replace(placed(MIXTURE, Site(0.5, 0.5)), micro_batches=2, subchunks=2)
+    assert "no card has the router and all experts of layer 0" in refused(MIXTURE, routed)
     lanes = (LaneSpec("cpu:0", 1), LaneSpec("cpu:1", 1))
     request = Request(ram=1 << 30, lanes=lanes, context=64, subchunks=4)
     processors = place(LLAMA, request, CostModel(None))
@@ -202,6 +202,22 @@ def test_what_is_there_once_in_each_step_cannot_be_wanted_more_often() -> None:
     )
     with pytest.raises(ValueError, match="micro_batches must be at least 1; got 0"):
         replace(request, micro_batches=0)
+
+
+@pytest.mark.parametrize("part", ["0.router", "1.experts"])
+def test_a_mixture_may_have_several_where_a_card_has_all_of_a_layer(part: str) -> None:
+    """The first layers are one card's, the rest the other's; then one `part` is not where it was."""
+    first, second = (Site(1.0, 0.0, over=over) for over in ((1.0, 0.0), (0.0, 1.0)))
+    loads = model_of(MIXTURE, "synthetic").loads
+    sites = [first if load.layer == 0 else second for load in loads]
+    whole = replace(placed(MIXTURE, *sites), subchunks=2, micro_batches=2)
+    validate(MIXTURE, whole, build_programs(MIXTURE, whole, "prefill"), "prefill")
+    at = next(number for number, load in enumerate(loads) if load.name == part)
+    for other in (Site(0.0, 1.0), second if sites[at] is first else first):
+        moved = placed(MIXTURE, *sites[:at], other, *sites[at + 1 :])
+        layer = part.split(".")[0]
+        expected = f"no card has the router and all experts of layer {layer}"
+        assert expected in refused(MIXTURE, replace(moved, subchunks=2, micro_batches=2))
 
 
 def test_what_is_asked_for_is_given_where_it_can_be() -> None:
