@@ -16,8 +16,8 @@ from typing import Any
 import inprocess
 import numpy as np
 import pytest
-from cards import by_layers, drawn, machine_with, on_cards
 from card_mixtures import Mixture
+from cards import by_layers, drawn, machine_with, on_cards
 from fake_card import fake_cards
 from inprocess import AMPLE, ONE_THREAD, PATIENCE_S, InProcess, collect, listen, plan, running
 from mortal import MortalScripted, collect_after_recovery, end_of
@@ -127,12 +127,20 @@ def test_windows(tiny_model: Callable[..., Path]) -> None:
 
 
 def test_decode_rows_of_others_share_steps(model: Path) -> None:
+    check_shared_steps(model, by_layers((1, 2), 4), drawn(1, 2, comes=False, micro_batches=3))
+
+
+def test_decode_rows_of_others_share_steps_of_a_mixture(mixture: Mixture) -> None:
+    check_shared_steps(mixture.path, partial(whole_layers, count=4))
+
+
+def check_shared_steps(model: Path, *firsts: First) -> None:
     options = replace(OPTIONS, max_batch=3)
     prompts = [prompt(20), prompt(80), prompt(50)[9:]]
     lengths = [60, 8, 8]
     with running(model, options=replace(options, max_batch=1), cores=ONE_THREAD) as engine:
         alone = [engine.generate(*each) for each in zip(prompts, lengths, strict=True)]
-    for first in (by_layers((1, 2), 4), drawn(1, 2, comes=False, micro_batches=3)):
+    for first in firsts:
         with emulated(model, beside(first), 2, options, slowed=1.0) as engine:
             shared = noted_steps(engine)
             one = engine.submit(prompts[0], lengths[0])
@@ -166,8 +174,22 @@ def noted_steps(engine: InProcess) -> list[Any]:
 def test_a_chunk_that_is_cancelled_is_not_computed_to_its_end(
     model: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_cancelled(model, by_layers((1, 2), 4), expected, monkeypatch)
+
+
+def test_a_chunk_of_a_mixture_that_is_cancelled(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(mixture.path, options=OPTIONS, cores=ONE_THREAD) as engine:
+        expected = answers(engine)
+    check_cancelled(mixture.path, partial(whole_layers, count=4), expected, monkeypatch)
+
+
+def check_cancelled(
+    model: Path, first: First, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engines, "CHECK_NS", 1)
-    with emulated(model, by_layers((1, 2), 4), 2, slowed=200.0) as engine:
+    with emulated(model, first, 2, slowed=200.0) as engine:
         void: list[int] = []
         make_void = engine.engine._records.make_void
 
@@ -211,7 +233,8 @@ def test_a_mixture_gives_the_same_bits(mixture: Mixture, count: int) -> None:
             }
         assert np.array_equal(engine.logits(prompt(80)), whole.logits(prompt(80)))
         heat = engine.engine.expert_heat()
-        assert heat is not None and heat.visits
+        assert heat is not None
+        assert heat.visits
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -206,7 +206,7 @@ def test_what_is_there_once_in_each_step_cannot_be_wanted_more_often() -> None:
 
 @pytest.mark.parametrize("part", ["0.router", "1.experts"])
 def test_a_mixture_may_have_several_where_a_card_has_all_of_a_layer(part: str) -> None:
-    """The first layers are one card's, the rest the other's; then one `part` is not where it was."""
+    """The first layer is one card's, the next the other's; then a `part` is not where it was."""
     first, second = (Site(1.0, 0.0, over=over) for over in ((1.0, 0.0), (0.0, 1.0)))
     loads = model_of(MIXTURE, "synthetic").loads
     sites = [first if load.layer == 0 else second for load in loads]
