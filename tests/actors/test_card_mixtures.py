@@ -32,6 +32,7 @@ from shadowlane.actors.card_program import CardInstruction, CounterWait
 from shadowlane.actors.cuda.driver import Direction
 from shadowlane.actors.exchange import Crossings
 from shadowlane.actors.spec import CardSettings
+from shadowlane.ops.card.buffers import StepRows
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.placement import Placement, Request, Share
 from shadowlane.planner.stages import with_experts
@@ -186,9 +187,9 @@ def test_experts_that_are_found_on_the_card(
     asked: list[int] = []
     choice = Activations.choice
 
-    def noted(self: Activations, layer: int, count: int) -> np.ndarray:
-        asked.append(count)
-        return choice(self, layer, count)
+    def noted(self: Activations, layer: int, rows: StepRows) -> np.ndarray:
+        asked.append(rows.num_rows)
+        return choice(self, layer, rows)
 
     monkeypatch.setattr(Activations, "choice", noted)
     slots = None if has_more else few_slots(model)  # more: brought for the prompt, and added up
