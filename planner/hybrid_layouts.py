@@ -314,7 +314,7 @@ def pack(
                 current += 1
             over = tuple(float(card == fastest[current]) for card in range(len(cards)))
         fitting = min(room / part for room, part in zip(rooms, over, strict=True) if part)
-        part = 1.0 if need <= fitting else max(0.0, fitting) / need
+        part = 1.0 if need <= max(0.0, fitting) else max(0.0, fitting) / need
         if part < 1.0 and (load.experts or load.kind == "attn"):
             continue  # these go whole or not at all
         spread.vram[index], spread.over[index] = limit[index] * part, over
