@@ -325,8 +325,8 @@ def _keep_embedding(draft: Draft, resident: list[bool], room: int) -> int:
         return 0
     blocks = kinds["embed"].blocks if "embed" in kinds else ()
     if not blocks:
-        head = kinds["lm_head"].blocks
-        blocks = tuple(index for index in head if index in draft.on_cards())
+        on_cards = draft.on_cards()
+        blocks = tuple(index for index in kinds["lm_head"].blocks if index in on_cards)
     kept = missing = 0
     for index in blocks:
         nbytes = catalog.blocks[index].held_nbytes

@@ -5,10 +5,11 @@ RAM comes after it: `card_placement.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
+from typing import TypeVar, cast
 
 from shadowlane.planner.brought_experts import Brought, Sources, dealt, disk_order
 from shadowlane.planner.catalog import Catalog, Group
@@ -33,6 +34,8 @@ from shadowlane.planner.sections import (
     shared_as,
     until_each,
 )
+
+Found = TypeVar("Found")
 
 
 class Draft:
@@ -74,6 +77,7 @@ class Draft:
             can and expert <= slot for can, slot in zip(self._able, self._slot_nbytes, strict=True)
         ]
         self.sources = Sources(catalog)  # of experts that come for prompts
+        self._last: dict[tuple[str, Phase], tuple[object, object]] = {}  # see `_while_same`
         self._sites = self._sites_of(plan, question)
         self.sections = self._rounded()
 
@@ -137,8 +141,20 @@ class Draft:
             found.append(Sections(ends, cuts.last))
         return found
 
+    def _while_same(self, what: Callable[[Phase], Found], phase: Phase) -> Found:
+        """`what` of a phase, worked out again only if other things live on cards than last time."""
+        now = self.sources, [tuple(own.ends) for own in self.sections]
+        before, found = self._last.get((what.__name__, phase), (None, None))
+        if before != now:
+            found = what(phase)
+            self._last[what.__name__, phase] = now, found
+        return cast(Found, found)
+
     def _brought(self, phase: Phase) -> list[list[int]]:
         """Per group, the ends of what is brought to each card; the first begins where RAM does."""
+        return self._while_same(self._all_brought, phase)
+
+    def _all_brought(self, phase: Phase) -> list[list[int]]:
         carry = Carry()
         ends: list[int] = []  # of what comes to any card
         untils: list[list[float]] = []
@@ -213,6 +229,9 @@ class Draft:
 
     def _sweeps(self, phase: Phase) -> list[list[int]]:
         """Per card, what comes over its link, in the order of its use."""
+        return self._while_same(self._all_sweeps, phase)
+
+    def _all_sweeps(self, phase: Phase) -> list[list[int]]:
         sweeps: list[list[int]] = [[] for _ in self.cards]
         experts = iter(enumerate(self._brought_experts() if phase == "prefill" else ()))
         for (group, cuts, own), ends in zip(self.groups(), self._brought(phase), strict=True):

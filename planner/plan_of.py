@@ -131,8 +131,12 @@ def _over(
     some way between, of which all of them come by rounding.
     """
     count = len(placement.cards)
-    if count < 2:
+    homes = (card_of, *brought)
+    having = {each[index] for each in homes for index in group.blocks if index in each}
+    if count < 2 or not having:
         return _nobody(placement)
+    if len(having) == 1:
+        return tuple(float(card in having) for card in range(count))
     cuts = cuts_of(catalog, group)
     able = [MIN_SLOTS * part.slot_nbytes <= part.budget for part in placement.cards]
     first = sum(index in card_of for index in group.blocks)
@@ -140,8 +144,6 @@ def _over(
     found = [_Shared(0, _ends(group, cuts, 0, card_of, count), [True] * count)]
     found += [_Shared(start, _ends(group, cuts, first, each, count), able) for each in brought]
     found = [each for each in found if each.ends[-1] > each.low]
-    if not found:
-        return _nobody(placement)
     candidates = [each.until(cuts) for each in found]
     candidates.append(_between(cuts, found, count))
     candidates.append(_between(cuts, [each for each in found if all(each.able)], count))
