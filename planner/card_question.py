@@ -165,7 +165,8 @@ def beside_subchunks(catalog: Catalog, request: Request, plan: Plan) -> int:
 
 
 def _by_hand(catalog: Catalog, request: Request) -> tuple[Plan, Request]:
-    """A layout by hand has the chunk that is best for it, too."""
+    """A layout by hand has the chunk that is best for it, too. Raises TooLarge, ValueError."""
+    counts = _counts(catalog, request)
     plans: dict[int, Plan] = {}
 
     def seconds(count: int) -> float | None:
@@ -173,12 +174,12 @@ def _by_hand(catalog: Catalog, request: Request) -> tuple[Plan, Request]:
         try:
             plans[count] = plan_by_hand(question, request.strategy, request.strategy_layers)
         except TooLarge:
-            if count == 1:
+            if count == counts[0]:
                 raise
             return None
         return request_s(catalog, request, count, question.answer(plans[count]))
 
-    best = _best_count(_counts(catalog, request), seconds)
+    best = _best_count(counts, seconds)
     return plans[best], replace(request, subchunks=best)
 
 
