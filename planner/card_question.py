@@ -166,20 +166,14 @@ def beside_subchunks(catalog: Catalog, request: Request, plan: Plan) -> int:
 
 def _by_hand(catalog: Catalog, request: Request) -> tuple[Plan, Request]:
     """A layout by hand has the chunk that is best for it, too. Raises TooLarge, ValueError."""
-    counts = _counts(catalog, request)
     plans: dict[int, Plan] = {}
 
-    def seconds(count: int) -> float | None:
+    def seconds(count: int) -> float:
         question = _question(catalog, request, count)
-        try:
-            plans[count] = plan_by_hand(question, request.strategy, request.strategy_layers)
-        except TooLarge:
-            if count == counts[0]:
-                raise
-            return None
+        plans[count] = plan_by_hand(question, request.strategy, request.strategy_layers)
         return request_s(catalog, request, count, question.answer(plans[count]))
 
-    best = _best_count(counts, seconds)
+    best = _best_count(_counts(catalog, request), seconds)
     return plans[best], replace(request, subchunks=best)
 
 
@@ -197,12 +191,20 @@ def _counts(catalog: Catalog, request: Request) -> list[int]:
 
 
 def _best_count(counts: list[int], seconds_of: Callable[[int], float | None]) -> int:
-    """The count whose plan is fastest; a longer chunk only where that gains `LEAST_GAIN`."""
+    """The count whose plan is fastest; a longer chunk only where that gains `LEAST_GAIN`.
+
+    seconds_of: None, or ValueError for any but the first, where plan or pins are too large.
+    """
     best, best_s = counts[0], float("inf")
     for count in counts:
-        seconds = seconds_of(count)
+        try:
+            seconds = seconds_of(count)
+        except ValueError:
+            if count == counts[0]:
+                raise
+            break  # nor will more fit
         if seconds is None:
-            break  # nor will more
+            break
         if seconds < best_s * (1.0 - LEAST_GAIN):
             best, best_s = count, seconds
     return best

@@ -79,6 +79,15 @@ def test_layouts_by_hand_get_their_best_chunk_too() -> None:
     assert planned(catalog, 0.6, strategy="cpu").subchunks == 1
 
 
+@pytest.mark.parametrize("strategy", ["auto", "layer-stream"])
+def test_chunks_leave_room_for_what_is_pinned(strategy: str) -> None:
+    more = {"strategy": strategy, "pins": {"down": "gpu:0"}}
+    assert planned(catalog_with(4), 0.3, **more).subchunks == 4
+    assert planned(catalog_with(2000), 0.3, **more).subchunks == 1
+    with pytest.raises(ValueError, match="pins must fit gpu:0"):
+        planned(catalog_with(2000), 0.3, subchunks=2, **more)
+
+
 @pytest.mark.parametrize("strategy", ["cpu", "layer-split"])
 @pytest.mark.parametrize("subchunks", [None, 1, 4])
 def test_a_layout_by_hand_that_nothing_has_room_for_is_too_large(
