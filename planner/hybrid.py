@@ -239,6 +239,12 @@ def rows_of(load: Load, work: Work) -> int:
     return work.sequences if is_last_only else work.rows
 
 
+def flops_of(load: Load, work: Work) -> float:
+    """Operations of all of a load in a step."""
+    flops = load.flops_per_row * rows_of(load, work)
+    return flops * load.attended(work.context) if load.kind == "attn" else flops
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where one load lives and who computes it. Parts of the whole: rows, KV heads or experts.
@@ -326,6 +332,12 @@ def all_kv_nbytes(model: Model, work: Work) -> list[float]:
 def held_kv_nbytes(load: Load, work: Work) -> float:
     """Of the keys and values of one load, those that are there by now."""
     return load.kv_nbytes_per_token * load.attended(work.context) * work.sequences
+
+
+def read_kv_nbytes(load: Load, work: Work) -> float:
+    """Of the keys and values of one load, what a step reads: one of a prompt is of one sequence."""
+    sequences = work.sequences if work.phase == "decode" else 1
+    return load.kv_nbytes_per_token * load.attended(work.context) * sequences
 
 
 def fits(model: Model, plan: Plan, work: Work, machine: Hardware, state: Conditions = CALM) -> bool:

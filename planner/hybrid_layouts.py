@@ -23,9 +23,9 @@ from shadowlane.planner.hybrid import (
     all_kv_nbytes,
     disk_ring_nbytes,
     fits,
+    flops_of,
     kv_nbytes,
     ram_room,
-    rows_of,
     vram_room,
     whole_on,
 )
@@ -340,12 +340,7 @@ def _even_quotas(
     """
     model, cards = question.model, question.machine.cards
     work = next((work for work in question.works if work.phase == "prefill"), question.work)
-    worth = [
-        load.flops_per_row
-        * rows_of(load, work)
-        * (load.attended(work.context) if load.kind == "attn" else 1.0)
-        for load in model.loads
-    ]
+    worth = [flops_of(load, work) for load in model.loads]
     wanted = sum(worth[index] for index in order)
     nbytes = sum(model.wholes[index] + kv_nbytes(model.loads[index], work) for index in order)
     most = [max(0.0, room) * wanted / max(1.0, nbytes) for room in rooms]

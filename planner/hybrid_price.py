@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shadowlane.planner.hardware import Card
 from shadowlane.planner.hit_rate import expected_distinct
-from shadowlane.planner.hybrid import NOTHING, HitRate, Load, Site, Work, rows_of
+from shadowlane.planner.hybrid import NOTHING, HitRate, Load, Site, Work, flops_of, read_kv_nbytes
 
 
 class Price(NamedTuple):
@@ -47,16 +47,12 @@ def price_of(
     load: Load, site: Site, work: Work, rates: Rates, hit_rate: HitRate, adds_up: int = 0
 ) -> Price:
     """adds_up: of experts, `chooser`."""
-    is_decode = work.phase == "decode"
     if load.experts:
         return _price_experts(load, site, work, rates, hit_rate, adds_up)
-    flops = load.flops_per_row * rows_of(load, work)
-    nbytes = load.nbytes
-    if load.kind == "attn":
-        tokens = load.attended(work.context)
-        flops *= tokens
-        nbytes = load.kv_nbytes_per_token * tokens * (work.sequences if is_decode else 1)
-    brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought_in(work.phase)
+    is_attn = load.kind == "attn"
+    nbytes = read_kv_nbytes(load, work) if is_attn else load.nbytes
+    flops = flops_of(load, work)
+    brought = 0.0 if is_attn else (1.0 - site.vram) * site.brought_in(work.phase)
     on_cards = site.vram + brought
     on_disk = 1.0 - site.vram - site.ram if load.nbytes else 0.0
     return Price(
@@ -84,7 +80,7 @@ def _price_experts(
         lost = 1.0 - hit_rate(min(1.0, site.vram + site.ram))
     else:
         hits, lost = site.vram, 1.0 - min(1.0, site.vram + site.ram)
-    flops = load.flops_per_row * work.rows / chosen  # for the rows of one chosen expert
+    flops = flops_of(load, work) / chosen  # for the rows of one chosen expert
     part_brought = site.brought_in(work.phase)
 
     def branches(on_cards: float) -> tuple[float, ...]:
