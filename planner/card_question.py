@@ -52,11 +52,10 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
             longer,
             "the model",
             is_ours=True,
-            cards_route=request.cards_route,
             brings_experts=all(takes_experts(catalog, card) for card in machine.cards),
             cards_here=request.cards_here,
         ),
-        catalog_homes(catalog, request.pins, len(request.cards), cards_route=request.cards_route),
+        catalog_homes(catalog, request.pins, len(request.cards)),
     )
     context = min(request.context or DEFAULT_CONTEXT, model.max_context)
     work = Work(

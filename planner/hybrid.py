@@ -44,7 +44,6 @@ class Load:
     experts: int = 0  # of this layer
     top_k: int = 0
     # how our own lanes do it, see `model_of`
-    stays: bool = False  # the processor computes it, and no card
     home: str | None = None  # where the user pinned it: "gpu:<n>", "cpu", "disk"; see `pins.py`
     # who chose adds up what all sides give; none of it is brought but, where it `comes`, for
     # prompts: then all experts or a fixed part of them, whatever routers choose
@@ -125,16 +124,15 @@ def model_of(
     windows: Sequence[int | None] = (),
     *,
     is_ours: bool = False,
-    cards_route: bool = False,
     cards_here: bool = False,
     brings_experts: bool = False,
 ) -> Model:
     """The groups of a catalog as loads. windows: of each layer; none given: no layer has one.
 
-    is_ours: as our own lanes run it. One of them computes a layer's router and adds up its experts:
-    the processor, or, if `cards_route`, a card. Experts come over no link for an answer, since a
-    router chooses too late, and for prompts if `brings_experts`. cards_here: not emulated.
-    Of keys and values all are kept, in whole pages, however far layers look back.
+    is_ours: as our own lanes run it. One of them, a card's or the processor's, computes a layer's
+    router and adds up its experts. Experts come over no link for an answer, since a router chooses
+    too late, and for prompts if `brings_experts`. cards_here: not emulated. Of keys and values all
+    are kept, in whole pages, however far layers look back.
     """
     attns = sum(1 for group in catalog.groups if group.kind == "attn")
     kv_nbytes = catalog.page_nbytes / catalog.page_tokens / max(1, attns)
@@ -159,7 +157,6 @@ def model_of(
                 experts=experts.per_layer if experts else 0,
                 top_k=experts.top_k if experts else 0,
                 page_tokens=catalog.page_tokens if is_ours and group.kind == "attn" else 0,
-                stays=is_ours and not cards_route and group.kind == "router",
                 is_undivided=is_ours and group.kind == "router",
                 is_joined=is_ours and experts is not None,
                 comes=is_ours and brings_experts and experts is not None,

@@ -176,8 +176,6 @@ def settle(
     for load, vram, over, in_decode, in_prefill in zip(
         model.loads, spread.vram, spread.over, decode, prefill, strict=True
     ):
-        if load.stays:
-            vram = 0.0
         kept = experts_kept if load.experts else _KEPT.get(load.home, dense_kept)
         if load.is_undivided or load.is_joined:  # any experts may come, whatever is chosen
             in_decode, in_prefill = 0.0, in_prefill if load.comes else 0.0
@@ -298,7 +296,7 @@ def pack(
         worth, quotas = _even_quotas(question, rooms, order)
     for index in order:
         load = model.loads[index]
-        if load.stays or load.home is not None:
+        if load.home is not None:
             continue
         if load.experts and by_one:
             left.append(index)

@@ -196,7 +196,7 @@ class PathBound:
         nbytes = read_kv_nbytes(load, work) if load.kind == "attn" else load.nbytes
         room = load.nbytes + kv_nbytes(load, work)
         sides = [self._processor(nbytes, flops, prices)]
-        for card in range(0 if load.stays else len(self._rates.cards)):
+        for card in range(len(self._rates.cards)):
             price_s = prices.room[card] * room
             if load.kind != "attn":
                 price_s = min(price_s, self._brought_s(card, nbytes, prices))

@@ -84,7 +84,7 @@ class Bounds:
 
 def as_our_lanes_do(model: Model) -> Model:
     """The same model for plans that our engine can run on emulated cards, as `model_of` has it with
-    `is_ours` and `cards_route`."""
+    `is_ours`."""
     loads = (
         replace(
             load,
