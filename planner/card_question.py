@@ -212,10 +212,7 @@ def _best_count(counts: list[int], seconds_of: Callable[[int], float | None]) ->
 def _is_carried(answer: Answer) -> bool:
     """Whether anything comes for prompts that a longer chunk would need less often."""
     assert answer.prompt_times is not None, "engines plan for prompts, too"
-    carriers = ("h2d:", "disk:")
-    return any(
-        s > 0.0 for lane, s in answer.prompt_times.busy_s.items() if lane.startswith(carriers)
-    )
+    return answer.prompt_times.busy_of("h2d", "disk") > 0.0
 
 
 def _near(question: Question, plan: Plan) -> Answer | None:

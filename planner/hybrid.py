@@ -43,8 +43,8 @@ class Load:
     page_tokens: int = 0  # keys and values of all tokens are kept, in such pages; 0: of the window
     experts: int = 0  # of this layer
     top_k: int = 0
-    # how our own lanes do it, see `model_of`
     home: str | None = None  # where the user pinned it: "gpu:<n>", "cpu", "disk"; see `pins.py`
+    # how our own lanes do it, see `model_of`:
     # who chose adds up what all sides give; none of it is brought but, where it `comes`, for
     # prompts: then all experts or a fixed part of them, whatever routers choose
     is_joined: bool = False
@@ -157,16 +157,26 @@ def model_of(
                 experts=experts.per_layer if experts else 0,
                 top_k=experts.top_k if experts else 0,
                 page_tokens=catalog.page_tokens if is_ours and group.kind == "attn" else 0,
-                is_undivided=is_ours and group.kind == "router",
-                is_joined=is_ours and experts is not None,
-                comes=is_ours and brings_experts and experts is not None,
-                is_told=is_ours and cards_here and experts is not None,
             )
         )
+        if is_ours:
+            loads[-1] = by_our_lanes(loads[-1], comes=brings_experts, is_told=cards_here)
     cols = next(group.cols for group in catalog.groups if group.kind == "qkv")
     fixed = gathered + catalog.constants_nbytes + catalog.scratch_nbytes
     row_nbytes = cols * ACTIVATION_NBYTES
     return Model(name, tuple(loads), row_nbytes, fixed, catalog.max_context)
+
+
+def by_our_lanes(load: Load, *, comes: bool = True, is_told: bool = False) -> Load:
+    """As lanes of ours run it, see `model_of`. comes, is_told: of experts."""
+    has_experts = load.experts > 0
+    return replace(
+        load,
+        is_undivided=load.kind == "router",
+        is_joined=has_experts,
+        comes=comes and has_experts,
+        is_told=is_told and has_experts,
+    )
 
 
 def whole_on(vram: float, over: Sequence[float]) -> int | None:
