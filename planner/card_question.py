@@ -223,5 +223,6 @@ def _near(question: Question, plan: Plan) -> Answer | None:
         near = settle(question, plan.name, shrunk(question, Spread.of(plan)), brought_of(plan))
     if near is None or not question.fits(near):
         return None
-    answer = best_of(question, [near, in_micro_batches(question, near)])
+    cut = in_micro_batches(question, near)
+    answer = best_of(question, [near, cut] if cut.micro_batches > 1 else [near])
     return bring(question, answer, answer)

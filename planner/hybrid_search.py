@@ -103,9 +103,8 @@ def search(
     best = _calmest(best, others)
     if len(question.machine.cards) < 2 or all(work.phase == "decode" for work in question.works):
         return best
-    return best_of(
-        question, (in_micro_batches(question, each.plan) for each in [*tried, best]), best
-    )
+    cut = (in_micro_batches(question, each.plan) for each in [*tried, best])
+    return best_of(question, (plan for plan in cut if plan.micro_batches > 1), best)
 
 
 def _calmest(best: Answer, others: Sequence[Answer]) -> Answer:
