@@ -232,6 +232,14 @@ def running(
     assert not serving.is_alive(), "the step loop must end when the engine is closed"
 
 
+def by_one_thread(
+    model: Path, options: Options, prompt: Sequence[int], max_tokens: int = 12
+) -> list[int]:
+    """What a processor with room for everything writes: the tokens that others have to give."""
+    with running(model, options=options, cores=ONE_THREAD) as engine:
+        return engine.generate(prompt, max_tokens)
+
+
 def plan(blueprint: Blueprint, ram: int, cores: Sequence[Sequence[int]]) -> Placement:
     return place(blueprint.catalog, request_for(blueprint, ram, cores), CostModel(None))
 

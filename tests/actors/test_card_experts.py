@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cards import drawn, machine_with
-from inprocess import AMPLE, ONE_THREAD, collect, cut, running
+from cards import OPTIONS, drawn, machine_with
+from inprocess import AMPLE, ONE_THREAD, by_one_thread, collect, cut, running
 from mixture_files import model_of_family
 from test_experts_run import MANY, read_nbytes
 from tiny import tiny_tokens
 
 from shadowlane.actors import disk_lane as disk
 from shadowlane.actors import engine as engines
-from shadowlane.actors.blueprint import Options
 from shadowlane.actors.lowering import lower, make_geometry
 from shadowlane.actors.scratch import route_layout
 from shadowlane.actors.spec import CardSettings, Emulated
@@ -32,7 +31,6 @@ from shadowlane.planner.routing import synthesize
 from shadowlane.planner.routing_files import read_trace, write_trace
 from shadowlane.planner.search import SPARE_EXPERTS
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 FAMILIES = ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"]
 
@@ -209,8 +207,7 @@ def test_a_prompt_that_is_cancelled_leaves_nobody_waiting(
     """Cards are through before links, which are somewhere in what the disk reads."""
     model = tiny_model(MANY, num_experts=32)
     prompt = tiny_tokens(40)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(prompt, 8)
+    expected = by_one_thread(model, OPTIONS, prompt, 8)
     monkeypatch.setattr(engines, "CHECK_NS", 1)
     slow = replace(machine_with(1), disk_bytes_per_s=1e7)
     settings = {**on_cards(2, 1, 6), "first": reading_all, "emulated": Emulated(slow, slowed=1.0)}
@@ -241,8 +238,7 @@ def test_bringing_others_while_tokens_are_made_changes_none(
 ) -> None:
     """What leaves a card may be brought next, and what was brought may come to stay."""
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(PROMPT, 20)
+    expected = by_one_thread(model, OPTIONS, PROMPT, 20)
     with running(model, options=OPTIONS, **on_cards(10 * seed, 2, brings=True)) as engine:
         planner, now = engine.planner, engine.engine
         assert planner is not None
@@ -307,8 +303,7 @@ def test_moving_experts_while_tokens_are_made_changes_none(
 ) -> None:
     """What leaves a card is read into RAM when it is chosen; what nobody needs is dropped."""
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(PROMPT, 20)
+    expected = by_one_thread(model, OPTIONS, PROMPT, 20)
     slots = 9
     with running(model, options=OPTIONS, **on_cards(10 * seed, 2, slots)) as engine:
         planner, now = engine.planner, engine.engine
@@ -333,8 +328,7 @@ def test_experts_come_out_of_ram_and_go_back_where_it_has_room(
 ) -> None:
     """Nothing is read from the file after the start, neither for cards nor for routes."""
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(PROMPT, 20)
+    expected = by_one_thread(model, OPTIONS, PROMPT, 20)
     with running(model, options=OPTIONS, **on_cards(10 * seed, 2)) as engine:
         planner, now = engine.planner, engine.engine
         assert planner is not None
@@ -442,8 +436,7 @@ def test_replayed_routing(tiny_model: Callable[..., Path], tmp_path: Path) -> No
 def test_the_planner_fills_a_card_with_experts(tiny_model: Callable[..., Path]) -> None:
     """As many as its budget has room for; tokens stay, whatever is re-planned then."""
     model = tiny_model(MANY, num_experts=32, num_experts_per_tok=4)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(PROMPT, 20)
+    expected = by_one_thread(model, OPTIONS, PROMPT, 20)
     blueprint = cut(model, OPTIONS, ONE_THREAD)
     experts = blueprint.catalog.experts
     assert experts is not None
@@ -577,8 +570,7 @@ def test_a_card_that_is_brought_nothing_holds_no_sweep_up(
         return replace(placement, lanes=request.lanes, cards=(*placement.cards, idle))
 
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(PROMPT, 4)
+    expected = by_one_thread(model, OPTIONS, PROMPT, 4)
     settings = {**on_cards(2, 2, 6), "first": beside_another}
     with running(model, options=OPTIONS, **settings) as engine:
         crew = engine.engine.crew

@@ -9,18 +9,16 @@ from pathlib import Path
 
 import inprocess
 import pytest
-from cards import drawn, machine_with
-from inprocess import AMPLE, ONE_THREAD, InProcess, collect, running
+from cards import OPTIONS, drawn, machine_with
+from inprocess import AMPLE, ONE_THREAD, InProcess, by_one_thread, collect, running
 from mortal import MortalScripted, collect_after_recovery, end_of, hear
 from test_card_experts import on_cards
 from test_experts_run import MANY
 from tiny import tiny_tokens
 
-from shadowlane.actors.blueprint import Options
 from shadowlane.actors.engine import EngineError
 from shadowlane.actors.spec import CardSettings, Emulated
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 CARDS = 2
 
@@ -35,8 +33,7 @@ def model(biased_llama: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, blocks_of_a_page: None) -> list[int]:
-    with running(model, cores=ONE_THREAD, options=OPTIONS) as engine:
-        return engine.generate(PROMPT, max_tokens=24)
+    return by_one_thread(model, OPTIONS, PROMPT, max_tokens=24)
 
 
 def remote(engine: InProcess, name: str) -> object:
@@ -81,8 +78,7 @@ def test_deaths_while_experts_move(
     """What is held in RAM, or was to be copied there, is nobody's any more: slots are not lost.
     Nor is what the disk reads for links."""
     mixture = tiny_model(MANY)
-    with running(mixture, cores=ONE_THREAD, options=OPTIONS) as engine:
-        tokens = engine.generate(PROMPT, max_tokens=24)
+    tokens = by_one_thread(mixture, OPTIONS, PROMPT, max_tokens=24)
     monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
     draw = random.Random(3)
     with running(mixture, options=OPTIONS, **on_cards(1, CARDS, slots, reads=reads)) as engine:

@@ -7,19 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cards import drawn, machine_with, on_cards
-from inprocess import AMPLE, ONE_THREAD, collect, cut, running, weights_nbytes
+from cards import OPTIONS, drawn, machine_with, on_cards
+from inprocess import AMPLE, ONE_THREAD, by_one_thread, collect, cut, running, weights_nbytes
 from tiny import tiny_tokens
 
 from shadowlane.actors import engine as engines
-from shadowlane.actors.blueprint import Options
 from shadowlane.actors.spec import CardSettings, Emulated
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hardware import CALM, Conditions
 from shadowlane.planner.pins import catalog_homes
 from shadowlane.planner.placement import Placement, Request, Share
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 
 
@@ -33,8 +31,7 @@ def model(biased_llama: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, blocks_of_a_page: None) -> list[int]:
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        return engine.generate(PROMPT)
+    return by_one_thread(model, OPTIONS, PROMPT)
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cards import OPTIONS, drawn, on_cards
 from fake_card import FakeDriver, fake_cards
-from inprocess import ONE_THREAD, running
+from inprocess import by_one_thread
 from mortal import MortalScripted, end_of, hear
 from tiny import tiny_tokens
 
@@ -31,8 +31,7 @@ def model(biased_llama: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, blocks_of_a_page: None) -> list[int]:
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        return engine.generate(PROMPT)
+    return by_one_thread(model, OPTIONS, PROMPT)
 
 
 def with_rates(patch: pytest.MonkeyPatch, process: float) -> None:
