@@ -9,15 +9,15 @@ from pathlib import Path
 
 import inprocess
 import pytest
-from cards import OPTIONS, drawn, machine_with
-from inprocess import AMPLE, ONE_THREAD, InProcess, by_one_thread, collect, running
+from cards import OPTIONS, drawn, machine_with, on_cards
+from inprocess import InProcess, by_one_thread, collect, running
 from mortal import MortalScripted, collect_after_recovery, end_of, hear
-from test_card_experts import on_cards
+from test_card_experts import drawn_on
 from test_experts_run import MANY
 from tiny import tiny_tokens
 
 from shadowlane.actors.engine import EngineError
-from shadowlane.actors.spec import CardSettings, Emulated
+from shadowlane.actors.spec import Emulated
 
 PROMPT = tiny_tokens(41)
 CARDS = 2
@@ -50,14 +50,8 @@ def test_death_fails_the_running_and_spares_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
-    with running(
-        model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        cards=(CardSettings(1 << 30),) * CARDS,
-        emulated=Emulated(machine_with(CARDS), slowed=1.0),
-        first=drawn(1, CARDS),
+    with on_cards(
+        model, drawn(1, CARDS), CARDS, emulated=Emulated(machine_with(CARDS), slowed=1.0)
     ) as engine:
         request = engine.submit(PROMPT, max_tokens=80)
         hear(request, heard)
@@ -81,7 +75,7 @@ def test_deaths_while_experts_move(
     tokens = by_one_thread(mixture, OPTIONS, PROMPT, max_tokens=24)
     monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
     draw = random.Random(3)
-    with running(mixture, options=OPTIONS, **on_cards(1, CARDS, slots, reads=reads)) as engine:
+    with running(mixture, options=OPTIONS, **drawn_on(1, CARDS, slots, reads=reads)) as engine:
         planner, now = engine.planner, engine.engine
         assert planner is not None
         for turn in range(1, 8):
@@ -106,13 +100,10 @@ def test_deaths_at_any_moment_while_plans_change(
 ) -> None:
     monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
     draw = random.Random(seed)
-    with running(
+    with on_cards(
         model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        first=drawn(seed, CARDS, streams=streams),
-        cards=(CardSettings(1 << 30),) * CARDS,
+        drawn(seed, CARDS, streams=streams),
+        CARDS,
         emulated=Emulated(machine_with(CARDS), seed=seed, slowed=1.0),
     ) as engine:
         planner, running_now = engine.planner, engine.engine
@@ -138,7 +129,7 @@ def test_experts_that_have_lost_their_slots_are_not_brought_out_of_them(
 ) -> None:
     """Lanes that are started again are not given a placement that counts on these."""
     monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
-    with running(tiny_model(MANY), options=OPTIONS, **on_cards(4, 1, brings=True)) as engine:
+    with running(tiny_model(MANY), options=OPTIONS, **drawn_on(4, 1, brings=True)) as engine:
         now = engine.engine
         assert now.crew.mover.brought_experts(now.placement)
         monkeypatch.setattr(now.crew.mover, "keep_sources", lambda placement: False)
