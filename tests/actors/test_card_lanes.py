@@ -8,7 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cards import OPTIONS, drawn, machine_with, on_cards
-from inprocess import AMPLE, ONE_THREAD, by_one_thread, collect, cut, running, weights_nbytes
+from inprocess import (
+    AMPLE,
+    ONE_THREAD,
+    by_one_thread,
+    cancelling,
+    collect,
+    cut,
+    running,
+    weights_nbytes,
+)
 from tiny import tiny_tokens
 
 from shadowlane.actors import engine as engines
@@ -199,24 +208,8 @@ def test_a_prompt_that_is_cancelled_leaves_nobody_waiting(
     monkeypatch.setattr(engines, "CHECK_NS", 1)
     slow = replace(machine_with(1), disk_bytes_per_s=1e7)
     with on_cards(model, bringing_all, emulated=Emulated(slow, slowed=1.0)) as engine:
-        void: list[int] = []
-        make_void = engine.engine._records.make_void
-
-        def noted(step: int) -> None:
-            void.append(step)
-            make_void(step)
-
-        monkeypatch.setattr(engine.engine._records, "make_void", noted)
-        for _ in range(20):
-            sequence = engine.submit(PROMPT)
-            while not sequence.timing.started:
-                pass
-            engine.engine.cancel(sequence)
-            collect(sequence)
+        for _ in cancelling(engine, PROMPT):
             assert engine.generate(PROMPT) == expected
-            if len(void) == 3:
-                break
-        assert len(void) == 3
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +19,11 @@ from inprocess import (
     AMPLE,
     FIRST,
     ONE_THREAD,
-    PATIENCE_S,
     SECOND,
     by_one_thread,
+    cancelling,
     collect,
     cut,
-    listen,
     running,
 )
 from mortal import MortalScripted, collect_after_recovery, end_of, hear
@@ -354,20 +352,5 @@ def test_a_prompt_that_is_cancelled_leaves_no_route_half_made(
         return routed_by(catalog, placement, ["gpu:0"] * len(catalog.sparse_groups))
 
     with fake_cards(monkeypatch), on_cards(model, first) as engine:
-        void: list[int] = []
-        make_void = engine.engine._records.make_void
-
-        def noted(step: int) -> None:
-            void.append(step)
-            make_void(step)
-
-        monkeypatch.setattr(engine.engine._records, "make_void", noted)
-        until = time.monotonic() + PATIENCE_S
-        while len(void) < 3:
-            assert time.monotonic() < until, "no step was made void"
-            sequence = engine.submit(prompt, 8)
-            while not sequence.timing.started:
-                pass
-            engine.engine.cancel(sequence)
-            assert listen(sequence)[-1].finish_reason == "cancelled"
+        for _ in cancelling(engine, prompt, 8):
             assert engine.generate(prompt, 8) == tokens
