@@ -34,11 +34,6 @@ pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(biased_llama: Path) -> Path:
-    return biased_llama
-
-
-@pytest.fixture(scope="module")
 def expected(model: Path, blocks_of_a_page: None) -> list[int]:
     return by_one_thread(model, OPTIONS, PROMPT)
 

@@ -24,11 +24,6 @@ TOKENS = 30
 pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
-@pytest.fixture(scope="module")
-def model(biased_llama: Path) -> Path:
-    return biased_llama
-
-
 def test_what_was_timed_makes_the_planner_think_again(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
