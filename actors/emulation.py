@@ -42,8 +42,9 @@ from shadowlane.planner.hybrid import (
     Work,
     chooser,
     disk_ring_nbytes,
+    flops_of,
+    read_kv_nbytes,
     rows_at_once,
-    rows_of,
     stage_nbytes,
 )
 from shadowlane.planner.hybrid_learning import StepMeasured
@@ -485,11 +486,9 @@ class _Step:
     def _parts(self, load: Load, site: Site) -> _Parts:
         work = self._work
         is_decode = work.phase == "decode"
-        flops = load.flops_per_row * rows_of(load, work)
+        flops = flops_of(load, work)
         if load.kind == "attn":
-            tokens = load.attended(work.context)
-            kv = load.kv_nbytes_per_token * tokens * (work.sequences if is_decode else 1)
-            flops *= tokens
+            kv = read_kv_nbytes(load, work)
             off = 1.0 - site.vram
             return _Parts(kv * site.vram, 0.0, flops * site.vram, kv * off, flops * off, 0.0, False)
         if not load.experts:

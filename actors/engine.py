@@ -30,7 +30,7 @@ from shadowlane.actors.card_full import CardFull, LaneFull, with_less
 from shadowlane.actors.crew import Crew
 from shadowlane.actors.cuda.driver import CudaError
 from shadowlane.actors.emulator import Emulator
-from shadowlane.actors.gauges import Gauges
+from shadowlane.actors.gauges import Gauges, mean_crossings_s
 from shadowlane.actors.hosts import Host, LaneDied, LaneFailed
 from shadowlane.actors.records import RecordWriter, StepPlan
 from shadowlane.actors.recovery import kill_quietly
@@ -477,7 +477,7 @@ class Engine:
             self.gauges.busy_ns(),
             experts,
             self.slowed,
-            _crossings_s(crossed_before, self.gauges.crossed()),
+            mean_crossings_s(crossed_before, self.gauges.crossed()),
         )
         self._unreported.append((self.step, retired, self.crew.lengths(step.plan.phase)))
         took = DecodeStep(placement.placement_id, placement.predicted_step_s or None, seconds)
@@ -798,14 +798,3 @@ def _retired(
         experts_on_cards=experts.on_cards,
         crossings_s=crossings_s,
     )
-
-
-def _crossings_s(
-    before: Mapping[str, tuple[float, float]], after: Mapping[str, tuple[float, float]]
-) -> dict[str, float]:
-    """By lane, the mean seconds of a link's crossing between two looks at `Gauges.crossed`."""
-    return {
-        lane: (seconds - before[lane][0]) / (links - before[lane][1])
-        for lane, (seconds, links) in after.items()
-        if links > before[lane][1]
-    }

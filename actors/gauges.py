@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -34,6 +34,8 @@ NEWEST_SPANS = 4096  # among which those of a step that has just ended are sure 
 NEWEST_STEPS = 2  # ... and when the next one runs already
 KINDS = get_args(GroupKind)
 STALE_PERIODS = 5  # a look longer ago than so many periods says nothing of now
+
+Crossed = Mapping[str, tuple[float, float]]  # by lane: seconds, crossings of a link
 
 
 class Gauges:
@@ -110,13 +112,13 @@ class Gauges:
         result[DISK_LANE] = (int(self._disk[disk.BUSY_NS]), 0)
         return result
 
-    def crossed(self) -> dict[str, tuple[float, float]]:
+    def crossed(self) -> Crossed:
         """(seconds, links) that inputs of emulated lanes have crossed since the start."""
+        # Links and the disk have laws, too, behind those of lanes.
+        of_lanes = zip(self._lanes, self._laws, strict=False)
         return {
             spec.name: (float(its[law.CROSSED_S]), float(its[law.CROSSED]))
-            for spec, its in zip(
-                self._lanes, self._laws, strict=False
-            )  # behind them links' and disk's
+            for spec, its in of_lanes
         }
 
     def is_timed(self, step: int) -> bool:
@@ -270,6 +272,15 @@ class Gauges:
             fraction = min(1.0, worst / 1e9 / (now - seen[0]))
             events.append(RunQueueDelayed(spec.name, fraction))
         return events
+
+
+def mean_crossings_s(before: Crossed, after: Crossed) -> dict[str, float]:
+    """By lane, the mean seconds of a link's crossing between two looks at `Gauges.crossed`."""
+    return {
+        lane: (seconds - before[lane][0]) / (links - before[lane][1])
+        for lane, (seconds, links) in after.items()
+        if links > before[lane][1]
+    }
 
 
 def ordered(ring: np.ndarray, written: int) -> np.ndarray:

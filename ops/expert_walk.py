@@ -28,8 +28,6 @@ from shadowlane.ops.atomics import (
     read_f32,
     read_i32,
     read_i64,
-    relax,
-    rest,
     wait_counter,
     wake_bed,
     write_i32,
@@ -41,10 +39,10 @@ from shadowlane.ops.kernels import LAYOUT_F32, rms_norm, weighted_sum
 from shadowlane.ops.packed import quantise_row
 from shadowlane.ops.routes import (
     SLOT_MASK,
-    SPINS_BEFORE_REST,
     call_disk_lane,
     choose,
     route_at,
+    spin,
     word_at,
 )
 from shadowlane.ops.rows import finish_row
@@ -132,13 +130,9 @@ def wait_halves(base: int, geometry: Any, halves: int, wanted: int) -> bool:
     """Wait until peers have done their part of gate and up. False: aborted."""
     spins = 0
     while load32(halves) < wanted:
-        relax()
-        spins += 1
-        if spins > SPINS_BEFORE_REST:
-            spins = 0
-            rest()
-            if load32(base + geometry[t.ABORT]) != 0:
-                return False
+        spins = spin(base, geometry, spins)
+        if spins < 0:
+            return False
     return True
 
 

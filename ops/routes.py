@@ -45,6 +45,19 @@ SPINS_BEFORE_REST = 2000  # looks at a peer's progress before the core is offere
 
 
 @njit
+def spin(base: int, geometry: Any, spins: int) -> int:
+    """Before another look at a peer's progress. Returns looks since the core was offered to others.
+
+    spins: what the last call returned, 0 at first. -1: aborted.
+    """
+    relax()
+    if spins < SPINS_BEFORE_REST:
+        return spins + 1
+    rest()
+    return 0 if load32(base + geometry[t.ABORT]) == 0 else -1
+
+
+@njit
 def route_at(base: int, geometry: Any, sparse_layer: int) -> int:
     """Address of the route of a layer."""
     return base + geometry[t.ROUTES] + sparse_layer * geometry[t.ROUTE_NBYTES]
@@ -284,13 +297,9 @@ def take_route(
         return True
     spins = 0
     while load64(said) != step and load64(said) != ~step:
-        relax()
-        spins += 1
-        if spins > SPINS_BEFORE_REST:
-            spins = 0
-            rest()
-            if load32(base + geometry[t.ABORT]) != 0:
-                return False
+        spins = spin(base, geometry, spins)
+        if spins < 0:
+            return False
     return True
 
 

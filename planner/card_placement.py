@@ -72,7 +72,7 @@ def place_on_cards(
     tokens = min(request.context or question.work.max_context, catalog.max_context)
     kv_pages = -(-tokens // catalog.page_tokens) * request.max_batch
     kv_nbytes = kv_pages * catalog.page_nbytes
-    homes = catalog_homes(catalog, request.pins, len(cards), cards_route=request.cards_route)
+    homes = catalog_homes(catalog, request.pins, len(cards))
     rooms = _budgets(cards, question, budgets)
     draft = Draft(catalog, plan, question, cards, rooms, kv_nbytes, homes)
     draft.fit_cards()

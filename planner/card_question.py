@@ -52,11 +52,10 @@ def question_over_cards(catalog: Catalog, request: Request) -> Question:
             longer,
             "the model",
             is_ours=True,
-            cards_route=request.cards_route,
             brings_experts=all(takes_experts(catalog, card) for card in machine.cards),
             cards_here=request.cards_here,
         ),
-        catalog_homes(catalog, request.pins, len(request.cards), cards_route=request.cards_route),
+        catalog_homes(catalog, request.pins, len(request.cards)),
     )
     context = min(request.context or DEFAULT_CONTEXT, model.max_context)
     work = Work(
@@ -165,17 +164,12 @@ def beside_subchunks(catalog: Catalog, request: Request, plan: Plan) -> int:
 
 
 def _by_hand(catalog: Catalog, request: Request) -> tuple[Plan, Request]:
-    """A layout by hand has the chunk that is best for it, too."""
+    """A layout by hand has the chunk that is best for it, too. Raises TooLarge, ValueError."""
     plans: dict[int, Plan] = {}
 
-    def seconds(count: int) -> float | None:
+    def seconds(count: int) -> float:
         question = _question(catalog, request, count)
-        try:
-            plans[count] = plan_by_hand(question, request.strategy, request.strategy_layers)
-        except TooLarge:
-            if count == 1:
-                raise
-            return None
+        plans[count] = plan_by_hand(question, request.strategy, request.strategy_layers)
         return request_s(catalog, request, count, question.answer(plans[count]))
 
     best = _best_count(_counts(catalog, request), seconds)
@@ -196,12 +190,20 @@ def _counts(catalog: Catalog, request: Request) -> list[int]:
 
 
 def _best_count(counts: list[int], seconds_of: Callable[[int], float | None]) -> int:
-    """The count whose plan is fastest; a longer chunk only where that gains `LEAST_GAIN`."""
+    """The count whose plan is fastest; a longer chunk only where that gains `LEAST_GAIN`.
+
+    seconds_of: None, or ValueError for any but the first, where plan or pins are too large.
+    """
     best, best_s = counts[0], float("inf")
     for count in counts:
-        seconds = seconds_of(count)
+        try:
+            seconds = seconds_of(count)
+        except ValueError:
+            if count == counts[0]:
+                raise
+            break  # nor will more fit
         if seconds is None:
-            break  # nor will more
+            break
         if seconds < best_s * (1.0 - LEAST_GAIN):
             best, best_s = count, seconds
     return best
@@ -210,10 +212,7 @@ def _best_count(counts: list[int], seconds_of: Callable[[int], float | None]) ->
 def _is_carried(answer: Answer) -> bool:
     """Whether anything comes for prompts that a longer chunk would need less often."""
     assert answer.prompt_times is not None, "engines plan for prompts, too"
-    carriers = ("h2d:", "disk:")
-    return any(
-        s > 0.0 for lane, s in answer.prompt_times.busy_s.items() if lane.startswith(carriers)
-    )
+    return answer.prompt_times.busy_of("h2d", "disk") > 0.0
 
 
 def _near(question: Question, plan: Plan) -> Answer | None:
@@ -224,5 +223,6 @@ def _near(question: Question, plan: Plan) -> Answer | None:
         near = settle(question, plan.name, shrunk(question, Spread.of(plan)), brought_of(plan))
     if near is None or not question.fits(near):
         return None
-    answer = best_of(question, [near, in_micro_batches(question, near)])
+    cut = in_micro_batches(question, near)
+    answer = best_of(question, [near, cut] if cut.micro_batches > 1 else [near])
     return bring(question, answer, answer)

@@ -89,7 +89,7 @@ class Draft:
         count = len(self.cards)
         loads = question.model.loads
         named = {load.name: site for load, site in zip(loads, plan.sites, strict=True)}
-        can_route = {load.name for load in loads if load.is_undivided and not load.stays}
+        can_route = {load.name for load in loads if load.is_undivided}
         found: list[Site] = []
         for group in self.catalog.groups:
             if group.kind == "embed" or (

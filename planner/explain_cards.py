@@ -23,9 +23,7 @@ def card_report(
     """
     request = replace(request, subchunks=placement.subchunks)
     question = question_over_cards(catalog, request)
-    homes = catalog_homes(
-        catalog, request.pins, len(request.cards), cards_route=request.cards_route
-    )
+    homes = catalog_homes(catalog, request.pins, len(request.cards))
     plan = plan_of(catalog, placement, question.model)
     decode = question.times(plan)
     prompts = question.prompts

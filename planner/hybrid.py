@@ -43,9 +43,8 @@ class Load:
     page_tokens: int = 0  # keys and values of all tokens are kept, in such pages; 0: of the window
     experts: int = 0  # of this layer
     top_k: int = 0
-    # how our own lanes do it, see `model_of`
-    stays: bool = False  # the processor computes it, and no card
     home: str | None = None  # where the user pinned it: "gpu:<n>", "cpu", "disk"; see `pins.py`
+    # how our own lanes do it, see `model_of`:
     # who chose adds up what all sides give; none of it is brought but, where it `comes`, for
     # prompts: then all experts or a fixed part of them, whatever routers choose
     is_joined: bool = False
@@ -125,16 +124,15 @@ def model_of(
     windows: Sequence[int | None] = (),
     *,
     is_ours: bool = False,
-    cards_route: bool = False,
     cards_here: bool = False,
     brings_experts: bool = False,
 ) -> Model:
     """The groups of a catalog as loads. windows: of each layer; none given: no layer has one.
 
-    is_ours: as our own lanes run it. One of them computes a layer's router and adds up its experts:
-    the processor, or, if `cards_route`, a card. Experts come over no link for an answer, since a
-    router chooses too late, and for prompts if `brings_experts`. cards_here: not emulated.
-    Of keys and values all are kept, in whole pages, however far layers look back.
+    is_ours: as our own lanes run it. One of them, a card's or the processor's, computes a layer's
+    router and adds up its experts. Experts come over no link for an answer, since a router chooses
+    too late, and for prompts if `brings_experts`. cards_here: not emulated. Of keys and values all
+    are kept, in whole pages, however far layers look back.
     """
     attns = sum(1 for group in catalog.groups if group.kind == "attn")
     kv_nbytes = catalog.page_nbytes / catalog.page_tokens / max(1, attns)
@@ -159,17 +157,26 @@ def model_of(
                 experts=experts.per_layer if experts else 0,
                 top_k=experts.top_k if experts else 0,
                 page_tokens=catalog.page_tokens if is_ours and group.kind == "attn" else 0,
-                stays=is_ours and not cards_route and group.kind == "router",
-                is_undivided=is_ours and group.kind == "router",
-                is_joined=is_ours and experts is not None,
-                comes=is_ours and brings_experts and experts is not None,
-                is_told=is_ours and cards_here and experts is not None,
             )
         )
+        if is_ours:
+            loads[-1] = by_our_lanes(loads[-1], comes=brings_experts, is_told=cards_here)
     cols = next(group.cols for group in catalog.groups if group.kind == "qkv")
     fixed = gathered + catalog.constants_nbytes + catalog.scratch_nbytes
     row_nbytes = cols * ACTIVATION_NBYTES
     return Model(name, tuple(loads), row_nbytes, fixed, catalog.max_context)
+
+
+def by_our_lanes(load: Load, *, comes: bool = True, is_told: bool = False) -> Load:
+    """As lanes of ours run it, see `model_of`. comes, is_told: of experts."""
+    has_experts = load.experts > 0
+    return replace(
+        load,
+        is_undivided=load.kind == "router",
+        is_joined=has_experts,
+        comes=comes and has_experts,
+        is_told=is_told and has_experts,
+    )
 
 
 def whole_on(vram: float, over: Sequence[float]) -> int | None:
@@ -237,6 +244,12 @@ def rows_of(load: Load, work: Work) -> int:
     """Rows that a load computes: of a prompt the head is asked for the last one only."""
     is_last_only = load.kind == "lm_head" and work.phase == "prefill"
     return work.sequences if is_last_only else work.rows
+
+
+def flops_of(load: Load, work: Work) -> float:
+    """Operations of all of a load in a step."""
+    flops = load.flops_per_row * rows_of(load, work)
+    return flops * load.attended(work.context) if load.kind == "attn" else flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +339,12 @@ def all_kv_nbytes(model: Model, work: Work) -> list[float]:
 def held_kv_nbytes(load: Load, work: Work) -> float:
     """Of the keys and values of one load, those that are there by now."""
     return load.kv_nbytes_per_token * load.attended(work.context) * work.sequences
+
+
+def read_kv_nbytes(load: Load, work: Work) -> float:
+    """Of the keys and values of one load, what a step reads: one of a prompt is of one sequence."""
+    sequences = work.sequences if work.phase == "decode" else 1
+    return load.kv_nbytes_per_token * load.attended(work.context) * sequences
 
 
 def fits(model: Model, plan: Plan, work: Work, machine: Hardware, state: Conditions = CALM) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shadowlane.planner.hit_rate import expected_distinct
-from shadowlane.planner.hybrid import kv_nbytes, ram_room, rows_of, vram_room
+from shadowlane.planner.hybrid import flops_of, kv_nbytes, ram_room, read_kv_nbytes, vram_room
 from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_path import EXACT, Overheads, PathBound, Prices
 
@@ -77,10 +77,7 @@ def _fill(question: Question, kv_part: float) -> _Totals:
     kv_part = min(kv_part, room / kv_room) if kv_room else kv_part
     room -= kv_part * kv_room
     is_decode = work.phase == "decode"
-    sequences = work.sequences if is_decode else 1
-    kv = sequences * sum(
-        load.kv_nbytes_per_token * load.attended(work.context) for load in model.loads
-    )
+    kv = sum(read_kv_nbytes(load, work) for load in model.loads)
     dense = sum(load.nbytes for load in model.loads if not load.experts)
     dense_part = min(1.0, room / dense) if dense else 1.0
     room -= dense_part * dense
@@ -100,12 +97,9 @@ def _fill(question: Question, kv_part: float) -> _Totals:
     flops = 0.0
     intensities: dict[float, float] = {}
     for load in model.loads:
-        its = load.flops_per_row * rows_of(load, work)
-        nbytes = load.nbytes
-        if load.kind == "attn":
-            its *= load.attended(work.context)
-            nbytes = load.kv_nbytes_per_token * load.attended(work.context) * sequences
-        elif load.experts:
+        its = flops_of(load, work)
+        nbytes = read_kv_nbytes(load, work) if load.kind == "attn" else load.nbytes
+        if load.experts:
             nbytes *= expected_distinct(load.experts, load.top_k, work.rows)
         flops += its
         if nbytes:

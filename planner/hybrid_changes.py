@@ -197,7 +197,7 @@ def follow(question: Question, best: Answer) -> Answer:
     loads = question.model.loads
     spread, brought = Spread.of(best.plan), brought_of(best.plan)
     for index, load in enumerate(loads):
-        if not load.is_undivided or load.stays or load.home is not None:
+        if not load.is_undivided or load.home is not None:
             continue
         card = whole_on(spread.vram[index - 1], spread.over[index - 1])
         if card is not None:

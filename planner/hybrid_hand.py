@@ -141,10 +141,7 @@ def _whole(
     limit = [1.0] * len(question.model.loads)
     spread = pack(question, wanted, limit, across=across, evenly=evenly)
     loads = question.model.loads
-    if any(
-        spread.vram[index] < 1.0 and not loads[index].stays and loads[index].home is None
-        for index in wanted
-    ):
+    if any(spread.vram[index] < 1.0 and loads[index].home is None for index in wanted):
         return None
     return fitting(question, settle(question, name, spread))
 

@@ -24,9 +24,9 @@ from shadowlane.planner.hybrid import (
     chooser,
     disk_ring_nbytes,
     fits,
+    flops_of,
     kv_nbytes,
     ram_room,
-    rows_of,
     vram_room,
     whole_on,
 )
@@ -177,8 +177,6 @@ def settle(
     for load, vram, over, in_decode, in_prefill in zip(
         model.loads, spread.vram, spread.over, decode, prefill, strict=True
     ):
-        if load.stays:
-            vram = 0.0
         kept = experts_kept if load.experts else _KEPT.get(load.home, dense_kept)
         if load.is_undivided or load.is_joined:  # any experts may come, whatever is chosen
             in_decode, in_prefill = 0.0, in_prefill if load.comes else 0.0
@@ -299,7 +297,7 @@ def pack(
         worth, quotas = _even_quotas(question, rooms, order)
     for index in order:
         load = model.loads[index]
-        if load.stays or load.home is not None:
+        if load.home is not None:
             continue
         if load.experts and by_one:
             left.append(index)
@@ -341,12 +339,7 @@ def _even_quotas(
     """
     model, cards = question.model, question.machine.cards
     work = next((work for work in question.works if work.phase == "prefill"), question.work)
-    worth = [
-        load.flops_per_row
-        * rows_of(load, work)
-        * (load.attended(work.context) if load.kind == "attn" else 1.0)
-        for load in model.loads
-    ]
+    worth = [flops_of(load, work) for load in model.loads]
     wanted = sum(worth[index] for index in order)
     nbytes = sum(model.wholes[index] + kv_nbytes(model.loads[index], work) for index in order)
     most = [max(0.0, room) * wanted / max(1.0, nbytes) for room in rooms]

@@ -91,7 +91,9 @@ def learned(
     question = replace(question, machine=machine)
     machine = _with_cores(question, stated, plan, now, lanes["cpu:0"].fixed_s, is_fresh)
     if now.crossings_s:
-        return _with_told_crossings(replace(question, machine=machine), stated, plan, now)
+        brings = [predicted.busy_s[f"h2d:{at}"] > 0.0 for at in range(len(machine.cards))]
+        copied = question.model.row_nbytes * rows_at_once(plan, question.work)
+        return _with_told_crossings(machine, stated, copied, brings, now.crossings_s)
     if now.kinds_s:
         machine = _with_crossings(replace(question, machine=machine), stated, plan, now)
     return machine
@@ -296,24 +298,29 @@ def _with_crossings(
 
 
 def _with_told_crossings(
-    question: Question, stated: Hardware, plan: Plan, now: StepMeasured
+    machine: Hardware,
+    stated: Hardware,
+    copied: float,
+    brings: Sequence[bool],
+    crossings_s: Mapping[str, float],
 ) -> Hardware:
-    """Few rows cross in what a crossing costs beside its bytes, many as fast as the link copies."""
-    machine = question.machine
-    is_busy = [question.times(plan).busy_s[f"h2d:{at}"] > 0.0 for at in range(len(machine.cards))]
-    copied = question.model.row_nbytes * rows_at_once(plan, question.work)
+    """Few rows cross in what a crossing costs beside its bytes, many as fast as the link copies.
+
+    copied: bytes of a crossing. brings: of each link, whether the plan brings weights over it: then
+    its rate is known from those.
+    """
     copies_s = [copied / card.h2d_bytes_per_s for card in machine.cards]
     expected_s = [
         card.crossing_s + copy_s for card, copy_s in zip(machine.cards, copies_s, strict=True)
     ]
     # What only a processor has waited for came over some card's link, the slowest's at most.
-    of_all = [s for lane, s in now.crossings_s.items() if not lane.startswith("gpu:")]
+    of_all = [s for lane, s in crossings_s.items() if not lane.startswith("gpu:")]
     slower = fmean(of_all) / max(expected_s) if of_all else 1.0
     cards = []
     for at, (card, its, copy_s, is_known) in enumerate(
-        zip(machine.cards, stated.cards, copies_s, is_busy, strict=True)
+        zip(machine.cards, stated.cards, copies_s, brings, strict=True)
     ):
-        whole_s = now.crossings_s.get(f"gpu:{at}", slower * expected_s[at])
+        whole_s = crossings_s.get(f"gpu:{at}", slower * expected_s[at])
         if copy_s <= card.crossing_s or is_known:
             least_s, most_s = (its.crossing_s * factor for factor in CROSSINGS)
             crossing_s = min(max(whole_s - copy_s, least_s), most_s)

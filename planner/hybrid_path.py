@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shadowlane.planner.hit_rate import expected_distinct, interpolate, upper_hull
-from shadowlane.planner.hybrid import Load, kv_nbytes, rows_of, vram_room
+from shadowlane.planner.hybrid import Load, flops_of, kv_nbytes, read_kv_nbytes, vram_room
 from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_play import hops_between, rates_of
 
@@ -108,7 +108,7 @@ class PathBound:
             - max(1.0 / its.vram_bytes_per_s, flops / its.flops) / rates.gpu
             for load in self._question.model.loads
             if load.nbytes and not load.experts
-            for flops in [load.flops_per_row * rows_of(load, work) / load.nbytes]
+            for flops in [flops_of(load, work) / load.nbytes]
         ]
         return max(0.0, min(max(saved, default=0.0), 1.0 / rates.h2d_bytes_per_s[card]))
 
@@ -192,15 +192,11 @@ class PathBound:
 
     def _of_dense(self, load: Load, prices: Prices, is_first: bool) -> _Group:
         work = self._question.work
-        flops = load.flops_per_row * rows_of(load, work)
-        nbytes = load.nbytes
-        room = nbytes + kv_nbytes(load, work)
-        if load.kind == "attn":
-            flops *= load.attended(work.context)
-            sequences = work.sequences if work.phase == "decode" else 1
-            nbytes = load.kv_nbytes_per_token * load.attended(work.context) * sequences
+        flops = flops_of(load, work)
+        nbytes = read_kv_nbytes(load, work) if load.kind == "attn" else load.nbytes
+        room = load.nbytes + kv_nbytes(load, work)
         sides = [self._processor(nbytes, flops, prices)]
-        for card in range(0 if load.stays else len(self._rates.cards)):
+        for card in range(len(self._rates.cards)):
             price_s = prices.room[card] * room
             if load.kind != "attn":
                 price_s = min(price_s, self._brought_s(card, nbytes, prices))
@@ -212,7 +208,7 @@ class PathBound:
         question, work = self._question, self._question.work
         is_decode = work.phase == "decode"
         chosen = expected_distinct(load.experts, load.top_k, work.rows)
-        nbytes, flops = load.nbytes * chosen, load.flops_per_row * work.rows
+        nbytes, flops = load.nbytes * chosen, flops_of(load, work)
         processor = self._processor(nbytes, flops, prices)
         numbers = range(len(self._rates.cards))
         brought = []

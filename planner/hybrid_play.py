@@ -45,6 +45,11 @@ class Times:
     def bottleneck(self) -> str:
         return max(self.busy_s, key=lambda lane: self.busy_s[lane])
 
+    def busy_of(self, *kinds: str) -> float:
+        """Seconds of work of all lanes, or of all of these kinds: "gpu", "cpu", "h2d", "disk"."""
+        lanes = self.busy_s.items()
+        return sum(s for lane, s in lanes if not kinds or lane.partition(":")[0] in kinds)
+
 
 class _Ring:
     """What comes over a link ahead of its use, in order, into room for so many bytes."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shadowlane.planner.hardware import Card
 from shadowlane.planner.hit_rate import expected_distinct
-from shadowlane.planner.hybrid import NOTHING, HitRate, Load, Site, Work, rows_of
+from shadowlane.planner.hybrid import NOTHING, HitRate, Load, Site, Work, flops_of, read_kv_nbytes
 
 
 class Price(NamedTuple):
@@ -17,12 +17,17 @@ class Price(NamedTuple):
     sides_s: tuple[float, ...]
     brought_nbytes: tuple[float, ...]  # over each link
     read_nbytes: float  # off the disk
-    # what the longest side takes beyond its mean, expected; or waits before it begins
-    more_s: float
+    uneven_s: float = 0.0  # what the longest side takes beyond its mean, expected
+    told_s: float = 0.0  # the choice on its way to the host, and work from it
     adds_up: int = 0  # the side that adds up what all sides give, where one does
     is_read_first: bool = False  # of what is brought, some comes off the disk
     # of what is read, what the processor computes of a prompt's experts: once they are chosen
     asked_nbytes: float = 0.0
+
+    @property
+    def more_s(self) -> float:
+        """What all of it takes beyond the longest of its sides."""
+        return self.uneven_s + self.told_s
 
     @property
     def is_carried(self) -> bool:
@@ -47,23 +52,18 @@ def price_of(
     load: Load, site: Site, work: Work, rates: Rates, hit_rate: HitRate, adds_up: int = 0
 ) -> Price:
     """adds_up: of experts, `chooser`."""
-    is_decode = work.phase == "decode"
     if load.experts:
         return _price_experts(load, site, work, rates, hit_rate, adds_up)
-    flops = load.flops_per_row * rows_of(load, work)
-    nbytes = load.nbytes
-    if load.kind == "attn":
-        tokens = load.attended(work.context)
-        flops *= tokens
-        nbytes = load.kv_nbytes_per_token * tokens * (work.sequences if is_decode else 1)
-    brought = 0.0 if load.kind == "attn" else (1.0 - site.vram) * site.brought_in(work.phase)
+    is_attn = load.kind == "attn"
+    nbytes = read_kv_nbytes(load, work) if is_attn else load.nbytes
+    flops = flops_of(load, work)
+    brought = 0.0 if is_attn else (1.0 - site.vram) * site.brought_in(work.phase)
     on_cards = site.vram + brought
     on_disk = 1.0 - site.vram - site.ram if load.nbytes else 0.0
     return Price(
         _sides(nbytes, flops, on_cards, 1.0 - on_cards, site.over, rates),
         tuple(load.nbytes * brought * part for part in site.over) if rates.cards else (),
         load.nbytes * on_disk if on_disk > NOTHING else 0.0,
-        0.0,
         is_read_first=brought > site.ram + NOTHING,
     )
 
@@ -84,7 +84,7 @@ def _price_experts(
         lost = 1.0 - hit_rate(min(1.0, site.vram + site.ram))
     else:
         hits, lost = site.vram, 1.0 - min(1.0, site.vram + site.ram)
-    flops = load.flops_per_row * work.rows / chosen  # for the rows of one chosen expert
+    flops = flops_of(load, work) / chosen  # for the rows of one chosen expert
     part_brought = site.brought_in(work.phase)
 
     def branches(on_cards: float) -> tuple[float, ...]:
@@ -98,17 +98,18 @@ def _price_experts(
         return sides_s
 
     sides_s = branches(chosen * hits)
-    more_s = 0.0
+    uneven_s = told_s = 0.0
     if is_decode and work.rows == 1 and 0.0 < hits < 1.0:
-        more_s = -max(sides_s) + sum(
+        longest_s = sum(
             comb(load.top_k, count)
             * hits**count
             * (1.0 - hits) ** (load.top_k - count)
             * max(branches(count))
             for count in range(load.top_k + 1)
         )
+        uneven_s = max(0.0, longest_s - max(sides_s))
     if load.is_told and not is_decode and adds_up and any(sides_s[1:]):
-        more_s = 2.0 * rates.cards[adds_up - 1].crossing_s  # the choice to the host, work from it
+        told_s = 2.0 * rates.cards[adds_up - 1].crossing_s
     come = load.experts if load.comes else chosen  # some before anybody has chosen
     brought = load.nbytes * come * (1.0 - hits) * part_brought
     asked = 0.0
@@ -125,7 +126,8 @@ def _price_experts(
         sides_s,
         tuple(brought * part for part in site.over) if rates.cards else (),
         lost_nbytes,
-        max(0.0, more_s),
+        uneven_s,
+        told_s,
         adds_up,
         is_read_first,
         asked,

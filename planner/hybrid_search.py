@@ -103,9 +103,8 @@ def search(
     best = _calmest(best, others)
     if len(question.machine.cards) < 2 or all(work.phase == "decode" for work in question.works):
         return best
-    return best_of(
-        question, (in_micro_batches(question, each.plan) for each in [*tried, best]), best
-    )
+    cut = (in_micro_batches(question, each.plan) for each in [*tried, best])
+    return best_of(question, (plan for plan in cut if plan.micro_batches > 1), best)
 
 
 def _calmest(best: Answer, others: Sequence[Answer]) -> Answer:
@@ -113,25 +112,18 @@ def _calmest(best: Answer, others: Sequence[Answer]) -> Answer:
 
     What is brought can come late, so where nothing need be brought it must win more than that.
     """
-    still = [other for other in others if not _links_s(other)]
+    still = [other for other in others if not _busy_s(other, "h2d")]
     first = min(still, key=lambda answer: answer.seconds, default=best)
-    if _links_s(best) and first.seconds <= best.seconds * (1.0 + STILL):
+    if _busy_s(best, "h2d") and first.seconds <= best.seconds * (1.0 + STILL):
         best = first
     alike = [other for other in others if other.seconds <= best.seconds * (1.0 + ALIKE)]
     return min([*alike, best], key=lambda answer: (_busy_s(answer), answer.seconds))
 
 
-def _links_s(answer: Answer) -> float:
-    """Seconds in which links bring something, in a step of each kind together."""
+def _busy_s(answer: Answer, *kinds: str) -> float:
+    """`Times.busy_of` in a step of each kind together."""
     both = (answer.times, answer.prompt_times)
-    lanes = [times.busy_s.items() for times in both if times is not None]
-    return sum(seconds for each in lanes for lane, seconds in each if lane.startswith("h2d:"))
-
-
-def _busy_s(answer: Answer) -> float:
-    """Seconds of all lanes, in a step of each kind together."""
-    both = (answer.times, answer.prompt_times)
-    return sum(sum(times.busy_s.values()) for times in both if times is not None)
+    return sum(times.busy_of(*kinds) for times in both if times is not None)
 
 
 def _starts(question: Question, using: Collection[str]) -> Iterator[Plan | None]:

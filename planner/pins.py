@@ -23,13 +23,10 @@ NEVER_ON_DISK: Mapping[GroupKind, str] = {
 }
 
 
-def homes_of(
-    groups: Named, pins: Mapping[str, str], cards: int, fixed: Sequence[GroupKind] = ()
-) -> dict[str, str]:
+def homes_of(groups: Named, pins: Mapping[str, str], cards: int) -> dict[str, str]:
     """Group -> home, of those that are pinned; a pattern is looked for anywhere in a name.
 
-    fixed: kinds that processors compute whatever is asked for. What a home cannot hold is passed
-    over where a pattern matches other groups too.
+    What a home cannot hold is passed over where a pattern matches other groups too.
 
     Raises ValueError for a pattern that is none or matches nothing, for a card that is not there,
     and for two patterns that give one group different homes.
@@ -41,9 +38,9 @@ def homes_of(
             there = ", ".join(f"gpu:{card}" for card in range(cards)) or "there is none"
             raise ValueError(f"pin '{pattern}' must name a card in use ({there}); got {home}")
         matched = matching(groups, pattern)
-        able = [name for name, kind in matched if _why_not(kind, home, fixed) is None]
+        able = [name for name, kind in matched if _why_not(kind, home) is None]
         if not able:
-            why = _why_not(matched[0][1], home, fixed)
+            why = _why_not(matched[0][1], home)
             raise ValueError(f"pin '{pattern}' must match a group that {home} may hold: {why}")
         for name in able:
             if homes.setdefault(name, home) != home:
@@ -68,24 +65,20 @@ def matching(groups: Named, pattern: str) -> list[tuple[str, GroupKind]]:
     return matched
 
 
-def _why_not(kind: GroupKind, home: str, fixed: Sequence[GroupKind]) -> str | None:
-    if home.startswith("gpu:") and kind in fixed:
-        return f"processors compute {'routers' if kind == 'router' else 'the embedding'}"
+def _why_not(kind: GroupKind, home: str) -> str | None:
+    if home.startswith("gpu:") and kind == "embed":
+        return "processors compute the embedding"
     return NEVER_ON_DISK.get(kind) if home == "disk" else None
 
 
-def catalog_homes(
-    catalog: Catalog, pins: Mapping[str, str], cards: int, *, cards_route: bool = False
-) -> dict[str, str]:
-    """`homes_of` the groups of our own engine. cards_route: cards may compute routers."""
+def catalog_homes(catalog: Catalog, pins: Mapping[str, str], cards: int) -> dict[str, str]:
+    """`homes_of` the groups of our own engine."""
     if not pins:
         return {}
     groups = [(group.name, group.kind) for group in catalog.groups]
-    fixed: tuple[GroupKind, ...] = ("embed",) if cards_route else ("embed", "router")
-    homes = homes_of(groups, pins, cards, fixed)
-    movable: tuple[GroupKind, ...] = ()  # without blocks, but with a choice of home
-    if cards:
-        movable = ("attn", "experts", "router") if cards_route else ("attn", "experts")
+    homes = homes_of(groups, pins, cards)
+    # without blocks, but with a choice of home
+    movable = ("attn", "experts", "router") if cards else ()
     for pattern in pins:
         held = [catalog.group(name) for name, _ in matching(groups, pattern) if name in homes]
         if not any(group.blocks or group.kind in movable for group in held):

@@ -54,7 +54,6 @@ class Request:
     micro_batches: int | None = None  # most groups in which these go through cards; None: chosen
     machine: Hardware | None = None  # with cards: all that is known of its speed
     cards: tuple[int, ...] = ()  # bytes of each card's memory
-    cards_route: bool = True  # they may compute routers
     cards_here: bool = False  # they are here, not emulated: see `Load.is_told`
     strategy: str = "auto"  # with cards: searched for, or a layout by hand
     strategy_layers: int | None = None  # of a layout that counts layers; None: as many as are best

@@ -13,7 +13,7 @@ from shadowlane.actors.emulation import Hidden, Span, World, true_machine
 from shadowlane.actors.spec import SMALL
 from shadowlane.ops.emulated import FIRST_OF_LAYER, REST_OF_LAYER
 from shadowlane.planner.hardware import Conditions, Hardware
-from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, assumed_hits
+from shadowlane.planner.hybrid import HitRate, Model, Plan, Work, assumed_hits, by_our_lanes
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
 from shadowlane.planner.hybrid_layouts import Question
 from shadowlane.planner.hybrid_path import Overheads, PathBound
@@ -84,17 +84,8 @@ class Bounds:
 
 def as_our_lanes_do(model: Model) -> Model:
     """The same model for plans that our engine can run on emulated cards, as `model_of` has it with
-    `is_ours` and `cards_route`."""
-    loads = (
-        replace(
-            load,
-            is_undivided=load.kind == "router",
-            is_joined=load.experts > 0,
-            comes=load.experts > 0,
-        )
-        for load in model.loads
-    )
-    return replace(model, loads=tuple(loads))
+    `is_ours`."""
+    return replace(model, loads=tuple(by_our_lanes(load) for load in model.loads))
 
 
 class Arena:

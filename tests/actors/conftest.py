@@ -54,6 +54,12 @@ def biased_llama(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("llama-biases", hidden_size=96, intermediate_size=200, head_dim=24)
 
 
+@pytest.fixture(scope="module")
+def model(biased_llama: Path) -> Path:
+    """Of the files that name no other."""
+    return biased_llama
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_model("qwen3", hidden_size=128)` -> its directory, the same one each time."""

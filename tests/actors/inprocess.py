@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,38 @@ def collect(sequence: RunningSequence) -> list[int]:
     return [token for output in listen(sequence) for token in output.token_ids]
 
 
+def cancelling(
+    engine: InProcess,
+    prompt: Sequence[int],
+    max_tokens: int = 12,
+    during: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[None]:
+    """Come back after each request that was cancelled while its prompt was computed.
+
+    Until three steps have become void: some are cancelled before their step begins. during: what
+    is entered for that time.
+    """
+    void: list[int] = []
+    records = engine.engine._records
+    make_void = records.make_void
+
+    def noted(step: int) -> None:
+        void.append(step)
+        make_void(step)
+
+    records.make_void = noted  # type: ignore[method-assign]
+    until = time.monotonic() + PATIENCE_S
+    while len(void) < 3:
+        assert time.monotonic() < until, "no step was made void"
+        with during():
+            sequence = engine.submit(prompt, max_tokens)
+            while not sequence.timing.started:
+                pass
+            engine.engine.cancel(sequence)
+            assert listen(sequence)[-1].finish_reason == "cancelled"
+        yield
+
+
 @contextmanager
 def running(
     model: Path,
@@ -230,6 +263,14 @@ def running(
         host.close()
         shadow_link.EVENT_PERIOD_S = period
     assert not serving.is_alive(), "the step loop must end when the engine is closed"
+
+
+def by_one_thread(
+    model: Path, options: Options, prompt: Sequence[int], max_tokens: int = 12
+) -> list[int]:
+    """What a processor with room for everything writes: the tokens that others have to give."""
+    with running(model, options=options, cores=ONE_THREAD) as engine:
+        return engine.generate(prompt, max_tokens)
 
 
 def plan(blueprint: Blueprint, ram: int, cores: Sequence[Sequence[int]]) -> Placement:

@@ -37,11 +37,6 @@ pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(biased_llama: Path) -> Path:
-    return biased_llama
-
-
-@pytest.fixture(scope="module")
 def expected(model: Path, blocks_of_a_page: None) -> tuple[list[int], np.ndarray]:
     with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
         return engine.generate(PROMPT), engine.logits(PROMPT)

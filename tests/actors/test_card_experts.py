@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cards import drawn, machine_with
-from inprocess import AMPLE, ONE_THREAD, collect, cut, running
+from cards import OPTIONS, drawn, machine_with
+from inprocess import AMPLE, ONE_THREAD, by_one_thread, cancelling, collect, cut, running
 from mixture_files import model_of_family
 from test_experts_run import MANY, read_nbytes
 from tiny import tiny_tokens
 
 from shadowlane.actors import disk_lane as disk
 from shadowlane.actors import engine as engines
-from shadowlane.actors.blueprint import Options
 from shadowlane.actors.lowering import lower, make_geometry
 from shadowlane.actors.scratch import route_layout
 from shadowlane.actors.spec import CardSettings, Emulated
@@ -32,7 +31,6 @@ from shadowlane.planner.routing import synthesize
 from shadowlane.planner.routing_files import read_trace, write_trace
 from shadowlane.planner.search import SPARE_EXPERTS
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 FAMILIES = ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"]
 
@@ -40,7 +38,7 @@ FAMILIES = ["mixtral", MANY, "qwen2-moe", "gpt-oss", "published"]
 pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
-def on_cards(
+def drawn_on(
     seed: int,
     cards: int,
     slots: int | None = None,
@@ -76,7 +74,7 @@ def test_any_experts_on_cards_give_the_same_tokens(
         logits = engine.logits(PROMPT)
     few = experts.top_k + SPARE_EXPERTS
     for seed, slots in enumerate((None, few, None, few)):
-        with running(model, options=OPTIONS, **on_cards(seed, cards, slots)) as engine:
+        with running(model, options=OPTIONS, **drawn_on(seed, cards, slots)) as engine:
             placement = engine.engine.placement
             assert engine.generate(PROMPT, 20) == expected
             assert engine.generate(PROMPT, 20) == expected
@@ -103,7 +101,7 @@ def test_experts_that_are_brought_for_prompts_give_the_same_tokens(
     few = experts.top_k + SPARE_EXPERTS
     num_brought = 0
     for seed, slots in enumerate((None, few + 2, None, (few + experts.total) // 2)):
-        settings = on_cards(seed, cards, slots, brings=True)
+        settings = drawn_on(seed, cards, slots, brings=True)
         with running(model, options=OPTIONS, **settings) as engine:
             now = engine.engine
             num_brought += len(brought_by(engine))
@@ -130,7 +128,7 @@ def test_experts_that_are_read_to_be_brought_give_the_same_tokens(
     few = experts.top_k + SPARE_EXPERTS
     num_read = 0
     for seed, slots in enumerate((few, few + 2, (few + experts.total) // 2)):
-        settings = on_cards(seed, cards, slots, reads=True)
+        settings = drawn_on(seed, cards, slots, reads=True)
         with running(model, options=OPTIONS, **settings) as engine:
             now = engine.engine
             in_a_step = len(now.placement.prefill_sweep)
@@ -153,7 +151,7 @@ def test_reading_others_while_tokens_are_made_changes_none(
     prompts = [tiny_tokens(20 + 17 * number)[number:] for number in range(3)]
     with running(model, options=options, cores=ONE_THREAD) as engine:
         alone = [engine.generate(prompt, 12) for prompt in prompts]
-    with running(model, options=options, **on_cards(seed, 2, 9, reads=True)) as engine:
+    with running(model, options=options, **drawn_on(seed, 2, 9, reads=True)) as engine:
         planner, now = engine.planner, engine.engine
         assert planner is not None
         num_read = len(now.placement.prefill_sweep)
@@ -209,30 +207,13 @@ def test_a_prompt_that_is_cancelled_leaves_nobody_waiting(
     """Cards are through before links, which are somewhere in what the disk reads."""
     model = tiny_model(MANY, num_experts=32)
     prompt = tiny_tokens(40)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(prompt, 8)
+    expected = by_one_thread(model, OPTIONS, prompt, 8)
     monkeypatch.setattr(engines, "CHECK_NS", 1)
     slow = replace(machine_with(1), disk_bytes_per_s=1e7)
-    settings = {**on_cards(2, 1, 6), "first": reading_all, "emulated": Emulated(slow, slowed=1.0)}
+    settings = {**drawn_on(2, 1, 6), "first": reading_all, "emulated": Emulated(slow, slowed=1.0)}
     with running(model, options=OPTIONS, **settings) as engine:
-        void: list[int] = []
-        make_void = engine.engine._records.make_void
-
-        def noted(step: int) -> None:
-            void.append(step)
-            make_void(step)
-
-        monkeypatch.setattr(engine.engine._records, "make_void", noted)
-        for _ in range(20):
-            sequence = engine.submit(prompt, 8)
-            while not sequence.timing.started:
-                pass
-            engine.engine.cancel(sequence)
-            collect(sequence)
+        for _ in cancelling(engine, prompt, 8):
             assert engine.generate(prompt, 8) == expected
-            if len(void) == 3:
-                break
-        assert len(void) == 3
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -241,9 +222,8 @@ def test_bringing_others_while_tokens_are_made_changes_none(
 ) -> None:
     """What leaves a card may be brought next, and what was brought may come to stay."""
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(PROMPT, 20)
-    with running(model, options=OPTIONS, **on_cards(10 * seed, 2, brings=True)) as engine:
+    expected = by_one_thread(model, OPTIONS, PROMPT, 20)
+    with running(model, options=OPTIONS, **drawn_on(10 * seed, 2, brings=True)) as engine:
         planner, now = engine.planner, engine.engine
         assert planner is not None
         num_brought = len(brought_by(engine))
@@ -267,7 +247,7 @@ def test_what_a_processor_computes_for_a_card_that_adds_up_is_its_own(
     """Experts are counted where they are computed, whoever adds them up."""
     adders = set()
     for seed in range(4):
-        with running(tiny_model(MANY), options=OPTIONS, **on_cards(seed, 1)) as engine:
+        with running(tiny_model(MANY), options=OPTIONS, **drawn_on(seed, 1)) as engine:
             now = engine.engine
             engine.generate(PROMPT, 5)
             adders.add(now.placement.shares["0.experts"][-1].lane)
@@ -296,7 +276,7 @@ def test_requests_that_share_steps(tiny_model: Callable[..., Path]) -> None:
         alone = [engine.generate(prompt, 12) for prompt in prompts]
     few = experts.top_k + SPARE_EXPERTS
     for seed in (5, 6):
-        with running(model, options=options, **on_cards(seed, 2, few)) as engine:
+        with running(model, options=options, **drawn_on(seed, 2, few)) as engine:
             together = [engine.submit(prompt, 12) for prompt in prompts]
             assert [collect(sequence) for sequence in together] == alone
 
@@ -307,10 +287,9 @@ def test_moving_experts_while_tokens_are_made_changes_none(
 ) -> None:
     """What leaves a card is read into RAM when it is chosen; what nobody needs is dropped."""
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(PROMPT, 20)
+    expected = by_one_thread(model, OPTIONS, PROMPT, 20)
     slots = 9
-    with running(model, options=OPTIONS, **on_cards(10 * seed, 2, slots)) as engine:
+    with running(model, options=OPTIONS, **drawn_on(10 * seed, 2, slots)) as engine:
         planner, now = engine.planner, engine.engine
         assert planner is not None
         for turn in range(1, 4):
@@ -333,9 +312,8 @@ def test_experts_come_out_of_ram_and_go_back_where_it_has_room(
 ) -> None:
     """Nothing is read from the file after the start, neither for cards nor for routes."""
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(PROMPT, 20)
-    with running(model, options=OPTIONS, **on_cards(10 * seed, 2)) as engine:
+    expected = by_one_thread(model, OPTIONS, PROMPT, 20)
+    with running(model, options=OPTIONS, **drawn_on(10 * seed, 2)) as engine:
         planner, now = engine.planner, engine.engine
         assert planner is not None
         first = now.placement
@@ -430,7 +408,7 @@ def test_replayed_routing(tiny_model: Callable[..., Path], tmp_path: Path) -> No
         engine.generate(PROMPT, 20)
     with running(model, options=OPTIONS, cores=ONE_THREAD, replay_routing=trace) as engine:
         expected = engine.generate(PROMPT, 20)
-    settings = on_cards(3, 1, 12)
+    settings = drawn_on(3, 1, 12)
     again = tmp_path / "again.jsonl"
     with running(
         model, options=OPTIONS, replay_routing=trace, trace_routing=again, **settings
@@ -442,8 +420,7 @@ def test_replayed_routing(tiny_model: Callable[..., Path], tmp_path: Path) -> No
 def test_the_planner_fills_a_card_with_experts(tiny_model: Callable[..., Path]) -> None:
     """As many as its budget has room for; tokens stay, whatever is re-planned then."""
     model = tiny_model(MANY, num_experts=32, num_experts_per_tok=4)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(PROMPT, 20)
+    expected = by_one_thread(model, OPTIONS, PROMPT, 20)
     blueprint = cut(model, OPTIONS, ONE_THREAD)
     experts = blueprint.catalog.experts
     assert experts is not None
@@ -504,7 +481,7 @@ def test_an_emulated_lane_takes_the_time_of_the_experts_that_it_computes(
 ) -> None:
     """Of each layer's newest route, without scatter: each lane those in its list, and no others."""
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, **on_cards(1, 2)) as engine:
+    with running(model, options=OPTIONS, **drawn_on(1, 2)) as engine:
         engine.generate(PROMPT, 4)
         now = engine.engine
         arena, layout, blueprint = now.arena, now.layout, now.blueprint
@@ -548,7 +525,7 @@ def test_experts_of_prompts_are_counted_for_who_computed_them(
 ) -> None:
     """The processor and the card together have multiplied all that was chosen."""
     routing = tmp_path / "routes.jsonl"
-    settings = on_cards(3, 1, brings=brings)
+    settings = drawn_on(3, 1, brings=brings)
     with running(tiny_model(MANY), options=OPTIONS, trace_routing=routing, **settings) as run:
         now = run.engine
         sequence = run.submit(PROMPT, 3)  # chunks of 24 and 17 rows, then two of one
@@ -577,9 +554,8 @@ def test_a_card_that_is_brought_nothing_holds_no_sweep_up(
         return replace(placement, lanes=request.lanes, cards=(*placement.cards, idle))
 
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(PROMPT, 4)
-    settings = {**on_cards(2, 2, 6), "first": beside_another}
+    expected = by_one_thread(model, OPTIONS, PROMPT, 4)
+    settings = {**drawn_on(2, 2, 6), "first": beside_another}
     with running(model, options=OPTIONS, **settings) as engine:
         crew = engine.engine.crew
         started: list[str] = []

@@ -9,18 +9,16 @@ from pathlib import Path
 
 import inprocess
 import pytest
-from cards import drawn, machine_with
-from inprocess import AMPLE, ONE_THREAD, InProcess, collect, running
+from cards import OPTIONS, drawn, machine_with, on_cards
+from inprocess import InProcess, by_one_thread, collect, running
 from mortal import MortalScripted, collect_after_recovery, end_of, hear
-from test_card_experts import on_cards
+from test_card_experts import drawn_on
 from test_experts_run import MANY
 from tiny import tiny_tokens
 
-from shadowlane.actors.blueprint import Options
 from shadowlane.actors.engine import EngineError
-from shadowlane.actors.spec import CardSettings, Emulated
+from shadowlane.actors.spec import Emulated
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 CARDS = 2
 
@@ -29,14 +27,8 @@ pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(biased_llama: Path) -> Path:
-    return biased_llama
-
-
-@pytest.fixture(scope="module")
 def expected(model: Path, blocks_of_a_page: None) -> list[int]:
-    with running(model, cores=ONE_THREAD, options=OPTIONS) as engine:
-        return engine.generate(PROMPT, max_tokens=24)
+    return by_one_thread(model, OPTIONS, PROMPT, max_tokens=24)
 
 
 def remote(engine: InProcess, name: str) -> object:
@@ -53,14 +45,8 @@ def test_death_fails_the_running_and_spares_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
-    with running(
-        model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        cards=(CardSettings(1 << 30),) * CARDS,
-        emulated=Emulated(machine_with(CARDS), slowed=1.0),
-        first=drawn(1, CARDS),
+    with on_cards(
+        model, drawn(1, CARDS), CARDS, emulated=Emulated(machine_with(CARDS), slowed=1.0)
     ) as engine:
         request = engine.submit(PROMPT, max_tokens=80)
         hear(request, heard)
@@ -81,11 +67,10 @@ def test_deaths_while_experts_move(
     """What is held in RAM, or was to be copied there, is nobody's any more: slots are not lost.
     Nor is what the disk reads for links."""
     mixture = tiny_model(MANY)
-    with running(mixture, cores=ONE_THREAD, options=OPTIONS) as engine:
-        tokens = engine.generate(PROMPT, max_tokens=24)
+    tokens = by_one_thread(mixture, OPTIONS, PROMPT, max_tokens=24)
     monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
     draw = random.Random(3)
-    with running(mixture, options=OPTIONS, **on_cards(1, CARDS, slots, reads=reads)) as engine:
+    with running(mixture, options=OPTIONS, **drawn_on(1, CARDS, slots, reads=reads)) as engine:
         planner, now = engine.planner, engine.engine
         assert planner is not None
         for turn in range(1, 8):
@@ -110,13 +95,10 @@ def test_deaths_at_any_moment_while_plans_change(
 ) -> None:
     monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
     draw = random.Random(seed)
-    with running(
+    with on_cards(
         model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        first=drawn(seed, CARDS, streams=streams),
-        cards=(CardSettings(1 << 30),) * CARDS,
+        drawn(seed, CARDS, streams=streams),
+        CARDS,
         emulated=Emulated(machine_with(CARDS), seed=seed, slowed=1.0),
     ) as engine:
         planner, running_now = engine.planner, engine.engine
@@ -142,7 +124,7 @@ def test_experts_that_have_lost_their_slots_are_not_brought_out_of_them(
 ) -> None:
     """Lanes that are started again are not given a placement that counts on these."""
     monkeypatch.setattr(inprocess, "ScriptedHost", MortalScripted)
-    with running(tiny_model(MANY), options=OPTIONS, **on_cards(4, 1, brings=True)) as engine:
+    with running(tiny_model(MANY), options=OPTIONS, **drawn_on(4, 1, brings=True)) as engine:
         now = engine.engine
         assert now.crew.mover.brought_experts(now.placement)
         monkeypatch.setattr(now.crew.mover, "keep_sources", lambda placement: False)

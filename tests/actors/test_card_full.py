@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cards import OPTIONS, drawn, on_cards
 from fake_card import fake_cards
-from inprocess import ONE_THREAD, collect, running
+from inprocess import by_one_thread, collect
 from mortal import end_of, hear
 from tiny import tiny_tokens
 
@@ -29,14 +29,8 @@ pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(biased_llama: Path) -> Path:
-    return biased_llama
-
-
-@pytest.fixture(scope="module")
 def expected(model: Path, blocks_of_a_page: None) -> list[int]:
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        return engine.generate(PROMPT, max_tokens=30)
+    return by_one_thread(model, OPTIONS, PROMPT, max_tokens=30)
 
 
 class Plans:

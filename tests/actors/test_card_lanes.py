@@ -7,19 +7,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cards import drawn, machine_with, on_cards
-from inprocess import AMPLE, ONE_THREAD, collect, cut, running, weights_nbytes
+from cards import OPTIONS, drawn, machine_with, on_cards
+from inprocess import (
+    AMPLE,
+    ONE_THREAD,
+    by_one_thread,
+    cancelling,
+    collect,
+    cut,
+    running,
+    weights_nbytes,
+)
 from tiny import tiny_tokens
 
 from shadowlane.actors import engine as engines
-from shadowlane.actors.blueprint import Options
 from shadowlane.actors.spec import CardSettings, Emulated
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.hardware import CALM, Conditions
 from shadowlane.planner.pins import catalog_homes
 from shadowlane.planner.placement import Placement, Request, Share
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 
 
@@ -27,14 +34,8 @@ pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(biased_llama: Path) -> Path:
-    return biased_llama
-
-
-@pytest.fixture(scope="module")
 def expected(model: Path, blocks_of_a_page: None) -> list[int]:
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        return engine.generate(PROMPT)
+    return by_one_thread(model, OPTIONS, PROMPT)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -43,13 +44,10 @@ def expected(model: Path, blocks_of_a_page: None) -> list[int]:
 def test_any_placement_over_cards_gives_the_same_tokens(
     model: Path, expected: list[int], seed: int, cards: int, streams: bool
 ) -> None:
-    with running(
+    with on_cards(
         model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        first=drawn(seed, cards, streams=streams),
-        cards=(CardSettings(1 << 30),) * cards,
+        drawn(seed, cards, streams=streams),
+        cards,
         emulated=Emulated(machine_with(cards), seed=seed),
     ) as engine:
         assert engine.generate(PROMPT) == expected
@@ -66,15 +64,7 @@ def test_memory_of_emulated_cards_is_asked_for_here(
     """Keys and values, too: they lie in the arena, and are written there."""
     asked: list[int] = []
     monkeypatch.setattr(engines, "check_room", asked.append)
-    with running(
-        model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        first=drawn(2, 1),
-        cards=(CardSettings(1 << 30),),
-        emulated=Emulated(machine_with(1)),
-    ) as engine:
+    with on_cards(model, drawn(2, 1), emulated=Emulated(machine_with(1))) as engine:
         placement, layout = engine.engine.placement, engine.engine.layout
         assert placement.cards[0].kv_nbytes > 0
         there = sum(card.total_nbytes for card in placement.cards)
@@ -84,14 +74,8 @@ def test_memory_of_emulated_cards_is_asked_for_here(
 def test_disturbances_begin_when_they_should_and_are_told_where_they_do_not(model: Path) -> None:
     half = Conditions(cpu=0.5)
     script = ((0, half), (3, CALM), (200, half), (300, CALM))
-    with running(
-        model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        first=drawn(2, 1),
-        cards=(CardSettings(1 << 30),),
-        emulated=Emulated(machine_with(1), slowed=1.0, script=script),
+    with on_cards(
+        model, drawn(2, 1), emulated=Emulated(machine_with(1), slowed=1.0, script=script)
     ) as engine:
         begun: list[tuple[int, Conditions]] = []
         there = engine.engine
@@ -115,15 +99,7 @@ def test_changing_what_lives_where_while_tokens_are_made_changes_none(
     model: Path, expected: list[int], seed: int, streams: bool
 ) -> None:
     first = drawn(10 * seed, 2, streams=streams)
-    with running(
-        model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        first=first,
-        cards=(CardSettings(1 << 30),) * 2,
-        emulated=Emulated(machine_with(2), seed=seed),
-    ) as engine:
+    with on_cards(model, first, 2, emulated=Emulated(machine_with(2), seed=seed)) as engine:
         planner, running_now = engine.planner, engine.engine
         assert planner is not None
         catalog = running_now.blueprint.catalog
@@ -160,14 +136,8 @@ def test_a_ring_that_no_plan_needs_any_more_takes_no_memory(
     model: Path, expected: list[int]
 ) -> None:
     """Other blocks may have its part of the budget."""
-    with running(
-        model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        first=drawn(1, 1, streams=True),
-        cards=(CardSettings(1 << 30),),
-        emulated=Emulated(machine_with(1), seed=1),
+    with on_cards(
+        model, drawn(1, 1, streams=True), emulated=Emulated(machine_with(1), seed=1)
     ) as engine:
         planner, now = engine.planner, engine.engine
         assert planner is not None
@@ -190,13 +160,11 @@ def test_tokens_beside_prompts_that_bring_what_is_read(model: Path, seed: int) -
     prompts = [tiny_tokens(60 + 17 * number)[number:] for number in range(3)]
     with running(model, options=options, cores=ONE_THREAD) as engine:
         alone = [engine.generate(prompt, 12) for prompt in prompts]
-    with running(
+    with on_cards(
         model,
-        ram=AMPLE,
+        drawn(seed, 2, streams=True),
+        2,
         options=options,
-        cores=ONE_THREAD,
-        first=drawn(seed, 2, streams=True),
-        cards=(CardSettings(1 << 30),) * 2,
         emulated=Emulated(machine_with(2), seed=seed),
     ) as engine:
         placement = engine.engine.placement
@@ -234,33 +202,9 @@ def test_a_prompt_that_is_cancelled_leaves_nobody_waiting(
     """The card is through before its link, which is left behind; decode brings nothing there."""
     monkeypatch.setattr(engines, "CHECK_NS", 1)
     slow = replace(machine_with(1), disk_bytes_per_s=1e7)
-    with running(
-        model,
-        ram=AMPLE,
-        options=OPTIONS,
-        cores=ONE_THREAD,
-        first=bringing_all,
-        cards=(CardSettings(1 << 30),),
-        emulated=Emulated(slow, slowed=1.0),
-    ) as engine:
-        void: list[int] = []
-        make_void = engine.engine._records.make_void
-
-        def noted(step: int) -> None:
-            void.append(step)
-            make_void(step)
-
-        monkeypatch.setattr(engine.engine._records, "make_void", noted)
-        for _ in range(20):
-            sequence = engine.submit(PROMPT)
-            while not sequence.timing.started:
-                pass
-            engine.engine.cancel(sequence)
-            collect(sequence)
+    with on_cards(model, bringing_all, emulated=Emulated(slow, slowed=1.0)) as engine:
+        for _ in cancelling(engine, PROMPT):
             assert engine.generate(PROMPT) == expected
-            if len(void) == 3:
-                break
-        assert len(void) == 3
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from card_layouts import interpret_few_programs, needs_interpreter
 from card_mixtures import PROMPT, TOLERANCE, Mixture, few_slots, lane_of
 from cards import OPTIONS, cut_points, drawn, machine_with, on_cards
 from fake_card import FakeRuntime, fake_cards
-from inprocess import AMPLE, ONE_THREAD, InProcess, collect, cut, running
+from inprocess import AMPLE, ONE_THREAD, InProcess, by_one_thread, collect, cut, running
 from test_experts_run import MANY, read_nbytes
 from tiny import tiny_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -108,8 +108,7 @@ def test_a_card_that_computes_experts_alone(
 ) -> None:
     """They may be the first thing in its program."""
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(PROMPT, 8)
+    tokens = by_one_thread(model, OPTIONS, PROMPT, 8)
 
     def first(catalog: Catalog, request: Request) -> Placement:
         placement = drawn(1, 1, brings=True, sums=True)(catalog, request)
@@ -179,8 +178,7 @@ def test_experts_that_are_found_on_the_card(
     """Triton's kernels look up what was chosen, from captured pieces too; the host never knows."""
     model = tiny_model("mixtral", num_hidden_layers=2)
     prompt = PROMPT[:20]
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(prompt, 6)
+    tokens = by_one_thread(model, OPTIONS, prompt, 6)
     monkeypatch.setattr(FakeRuntime, "uses_triton", True)  # interpreted, which takes its time
     interpret_few_programs(monkeypatch)
     monkeypatch.setattr(card_lane, "MOST_FEW", (1,))
@@ -214,8 +212,7 @@ def test_without_memory_operations(
 ) -> None:
     """A thread holds back what a card cannot wait for; graphs are replayed all the same."""
     model = tiny_model("qwen2-moe")
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(PROMPT, 8)
+    tokens = by_one_thread(model, OPTIONS, PROMPT, 8)
     first = drawn(3, 1, few_slots(model))
     with (
         fake_cards(monkeypatch, has_memops=False) as (driver,),
@@ -230,8 +227,7 @@ def test_moving_experts_while_tokens_are_made(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(PROMPT, 20)
+    tokens = by_one_thread(model, OPTIONS, PROMPT, 20)
     slots = 9
 
     def first(catalog: Catalog, request: Request) -> Placement:
@@ -279,8 +275,7 @@ def test_experts_come_out_of_ram_and_go_back_to_be_brought(
 ) -> None:
     """Nothing is read after the start, where RAM has a slot for each; through staging, too."""
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(PROMPT, 12)
+    tokens = by_one_thread(model, OPTIONS, PROMPT, 12)
     limits: dict[str, Any] = {} if is_pinned else {"pin_limit": 48 << 20}
     first = drawn(1, 1, brings=True)
     with fake_cards(monkeypatch, **limits) as (driver,), on_cards(model, first) as engine:
@@ -322,8 +317,7 @@ def test_the_planner_fills_a_card_with_experts(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(MANY, num_experts=32, num_experts_per_tok=4)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(PROMPT, 12)
+    tokens = by_one_thread(model, OPTIONS, PROMPT, 12)
     catalog = cut(model, OPTIONS, ONE_THREAD).catalog
     experts = catalog.experts
     assert experts is not None

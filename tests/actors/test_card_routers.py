@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,17 @@ from card_layouts import interpret_few_programs, needs_interpreter
 from card_mixtures import PROMPT, Mixture, few_slots, lane_of
 from cards import OPTIONS, all_on_a_card, drawn, machine_with, on_cards
 from fake_card import FakeRuntime, fake_cards
-from inprocess import AMPLE, FIRST, ONE_THREAD, PATIENCE_S, SECOND, collect, cut, listen, running
+from inprocess import (
+    AMPLE,
+    FIRST,
+    ONE_THREAD,
+    SECOND,
+    by_one_thread,
+    cancelling,
+    collect,
+    cut,
+    running,
+)
 from mortal import MortalScripted, collect_after_recovery, end_of, hear
 from test_experts_run import MANY
 from tiny import tiny_tokens
@@ -107,8 +116,7 @@ def test_routers_of_no_layer_of_one_and_of_all(
         "all": ["gpu:0"] * count,
         "two cards": [f"gpu:{layer % 2}" for layer in range(count)],
     }[lanes]
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(PROMPT, 12)
+    tokens = by_one_thread(model, OPTIONS, PROMPT, 12)
 
     def first(catalog: Catalog, request: Request) -> Placement:
         placement = drawn(3, 2, few_slots(model), sums=True)(catalog, request)
@@ -128,8 +136,7 @@ def test_a_model_that_is_all_on_a_card_crosses_nothing_but_its_ends(
 ) -> None:
     """The engine counts what was chosen there, and the reader of experts learns of it."""
     model, prompt = tiny_model("qwen2-moe"), PROMPT[:20]
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(prompt, 12)
+    tokens = by_one_thread(model, OPTIONS, prompt, 12)
     with fake_cards(monkeypatch) as (driver,), on_cards(model, all_on_a_card) as engine:
         now = engine.engine
         experts = now.blueprint.catalog.experts
@@ -157,8 +164,7 @@ def test_a_step_with_routers_is_one_piece(
     """Captured from the first router to the last sum; the host learns no choice."""
     model = tiny_model("mixtral", num_hidden_layers=2)
     prompt = PROMPT[:20]
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(prompt, 5)
+    tokens = by_one_thread(model, OPTIONS, prompt, 5)
     monkeypatch.setattr(FakeRuntime, "uses_triton", True)
     interpret_few_programs(monkeypatch)
     asked: list[int] = []
@@ -187,8 +193,7 @@ def test_the_planner_gives_routers_to_a_card_that_is_here(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(PROMPT, 12)
+    tokens = by_one_thread(model, OPTIONS, PROMPT, 12)
     with (
         fake_cards(monkeypatch, base=inprocess.ThreadHost),
         running(
@@ -227,8 +232,7 @@ def test_several_threads_take_a_route_that_a_card_has_left(
 ) -> None:
     """One of them makes a route of it, the others wait for that. Without memory operations, too."""
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(PROMPT, 20)
+    tokens = by_one_thread(model, OPTIONS, PROMPT, 20)
 
     def first(catalog: Catalog, request: Request) -> Placement:
         placement = drawn(4, 1, few_slots(model), sums=True)(catalog, request)
@@ -271,8 +275,7 @@ def test_routers_move_while_tokens_are_made(
 ) -> None:
     """From the processor to cards, from card to card, and back, with the plan that is in force."""
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(PROMPT, 20)
+    tokens = by_one_thread(model, OPTIONS, PROMPT, 20)
     start = drawn(1, 2, slots, sums=True)
     count = num_layers(model)
     turns = [
@@ -305,8 +308,7 @@ def test_deaths_while_routers_move(
     tiny_model: Callable[..., Path], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(MANY)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(PROMPT, 24)
+    tokens = by_one_thread(model, OPTIONS, PROMPT, 24)
     draw, start = random.Random(seed), drawn(1, 2, 9, sums=True)
     count = num_layers(model)
 
@@ -342,8 +344,7 @@ def test_a_prompt_that_is_cancelled_leaves_no_route_half_made(
     """Its step is void while the card has chosen for some layers and for others not."""
     model = tiny_model(MANY, moe_intermediate_size=512)
     prompt = tiny_tokens(120)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        tokens = engine.generate(prompt, 8)
+    tokens = by_one_thread(model, OPTIONS, prompt, 8)
     monkeypatch.setattr(engines, "CHECK_NS", 1)
 
     def first(catalog: Catalog, request: Request) -> Placement:
@@ -351,20 +352,5 @@ def test_a_prompt_that_is_cancelled_leaves_no_route_half_made(
         return routed_by(catalog, placement, ["gpu:0"] * len(catalog.sparse_groups))
 
     with fake_cards(monkeypatch), on_cards(model, first) as engine:
-        void: list[int] = []
-        make_void = engine.engine._records.make_void
-
-        def noted(step: int) -> None:
-            void.append(step)
-            make_void(step)
-
-        monkeypatch.setattr(engine.engine._records, "make_void", noted)
-        until = time.monotonic() + PATIENCE_S
-        while len(void) < 3:
-            assert time.monotonic() < until, "no step was made void"
-            sequence = engine.submit(prompt, 8)
-            while not sequence.timing.started:
-                pass
-            engine.engine.cancel(sequence)
-            assert listen(sequence)[-1].finish_reason == "cancelled"
+        for _ in cancelling(engine, prompt, 8):
             assert engine.generate(prompt, 8) == tokens

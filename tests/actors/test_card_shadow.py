@@ -7,18 +7,16 @@ from pathlib import Path
 
 import inprocess
 import pytest
-from cards import machine_with
+from cards import OPTIONS, machine_with
 from fake_card import fake_cards
-from inprocess import AMPLE, ONE_THREAD, cut, running, weights_nbytes
+from inprocess import AMPLE, ONE_THREAD, by_one_thread, cut, running, weights_nbytes
 from tiny import tiny_tokens
 
-from shadowlane.actors.blueprint import Options
 from shadowlane.actors.spec import CardSettings
 from shadowlane.engine_arguments import make_spec
 from shadowlane.models import KNOWN
 from shadowlane.planner.placement import MIN_SLOTS
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(41)
 TOKENS = 30
 
@@ -26,17 +24,11 @@ TOKENS = 30
 pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
-@pytest.fixture(scope="module")
-def model(biased_llama: Path) -> Path:
-    return biased_llama
-
-
 def test_what_was_timed_makes_the_planner_think_again(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernels take far longer than the machine's description has it."""
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(PROMPT, max_tokens=TOKENS)
+    expected = by_one_thread(model, OPTIONS, PROMPT, max_tokens=TOKENS)
     memory = weights_nbytes(cut(model, OPTIONS, ONE_THREAD))
     machine = replace(machine_with(1), cpu_bytes_per_s=20e9)
     with (

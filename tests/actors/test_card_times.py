@@ -24,11 +24,6 @@ COPY_S = 2e-4
 pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
-@pytest.fixture(scope="module")
-def model(biased_llama: Path) -> Path:
-    return biased_llama
-
-
 @pytest.mark.parametrize("has_memops", [True, False])
 def test_every_instruction_and_every_copy_has_its_time(
     model: Path, has_memops: bool, monkeypatch: pytest.MonkeyPatch

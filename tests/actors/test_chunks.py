@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,12 @@ import pytest
 from inprocess import (
     AMPLE,
     ONE_THREAD,
-    PATIENCE_S,
     TWO_LANES,
     TWO_THREADS,
     InProcess,
+    cancelling,
     collect,
     cut,
-    listen,
     plan,
     running,
     small_blocks,
@@ -223,30 +222,19 @@ def test_a_chunk_that_is_cancelled_is_not_computed_to_its_end(
     monkeypatch.setattr(engines, "CHECK_NS", 1)
     with running(model, options=OPTIONS, ram=ram, subchunks=8) as run:
         expected = run.generate(PROMPT, 12)
-        void: list[int] = []
-        make_void = run.engine._records.make_void
-
-        def noted(step: int) -> None:
-            void.append(step)
-            make_void(step)
-
-        monkeypatch.setattr(run.engine._records, "make_void", noted)
         read_block = ModelFile.read_block
 
         def read_slowly(*arguments: Any) -> None:
             threading.Event().wait(0.005)
             read_block(*arguments)
 
-        until = time.monotonic() + PATIENCE_S
-        while len(void) < 3:  # some are cancelled before their step begins
-            assert time.monotonic() < until, "no step was made void"
+        @contextmanager
+        def slow_disk() -> Iterator[None]:
             with monkeypatch.context() as slow:
                 slow.setattr(ModelFile, "read_block", read_slowly)
-                sequence = run.submit(PROMPT, 12)
-                while not sequence.timing.started:
-                    pass
-                run.engine.cancel(sequence)
-                assert listen(sequence)[-1].finish_reason == "cancelled"
+                yield
+
+        for _ in cancelling(run, PROMPT, 12, slow_disk):
             assert run.generate(PROMPT, 12, reuses_cache=True) == expected
             assert run.generate(tiny_tokens(30), 2)
         assert run.engine.error is None

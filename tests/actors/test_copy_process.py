@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cards import OPTIONS, drawn, on_cards
 from fake_card import FakeDriver, fake_cards
-from inprocess import ONE_THREAD, running
+from inprocess import by_one_thread
 from mortal import MortalScripted, end_of, hear
 from tiny import tiny_tokens
 
@@ -25,14 +25,8 @@ pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(biased_llama: Path) -> Path:
-    return biased_llama
-
-
-@pytest.fixture(scope="module")
 def expected(model: Path, blocks_of_a_page: None) -> list[int]:
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        return engine.generate(PROMPT)
+    return by_one_thread(model, OPTIONS, PROMPT)
 
 
 def with_rates(patch: pytest.MonkeyPatch, process: float) -> None:

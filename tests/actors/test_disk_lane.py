@@ -20,6 +20,7 @@ from inprocess import (
     PATIENCE_S,
     TWO_LANES,
     TWO_THREADS,
+    by_one_thread,
     cut,
     plan,
     running,
@@ -474,8 +475,7 @@ class NearTheWrap(Engine):
 def test_counters_may_wrap(model: Path, cores: Any, begin: int) -> None:
     blueprint = cut(model, OPTIONS, cores)
     ram = smallest_ram(blueprint) + weights_nbytes(blueprint) // 3
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(PROMPT, max_tokens=20)
+    expected = by_one_thread(model, OPTIONS, PROMPT, max_tokens=20)
     near = type("Near", (NearTheWrap,), {"begin": begin})
     for settings in ({}, {"prefetch": False}):
         with running(

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from inprocess import AMPLE, ONE_THREAD, TWO_LANES, TWO_THREADS, InProcess, collect, cut, running
+from inprocess import (
+    AMPLE,
+    ONE_THREAD,
+    TWO_LANES,
+    TWO_THREADS,
+    InProcess,
+    by_one_thread,
+    collect,
+    cut,
+    running,
+)
 from mixture_files import (
     model_of_family,
     round_experts,
@@ -208,8 +218,7 @@ def test_a_router_of_many_experts_is_not_divided(
     """A choice is made once, whoever computes: 32 rows are two units, for two lanes to share."""
     model = tiny_model(MANY, num_experts=32, num_experts_per_tok=4)
     prompt = tiny_tokens(40)
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        expected = engine.generate(prompt, 20)
+    expected = by_one_thread(model, OPTIONS, prompt, 20)
     for ram in (1 << 28, budget_for(model, 40, cores, OPTIONS)):
         with running(model, options=OPTIONS, cores=cores, ram=ram) as engine:
             assert [engine.generate(prompt, 20) for _ in range(3)] == [expected] * 3

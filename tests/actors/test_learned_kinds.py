@@ -8,18 +8,16 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from cards import CARD, drawn, machine_with, on_cards
+from cards import CARD, OPTIONS, drawn, machine_with, on_cards
 from fake_card import fake_cards
 from inprocess import AMPLE, ONE_THREAD, TWO_THREADS, InProcess, cut, running, weights_nbytes
 from tiny import tiny_tokens
 
-from shadowlane.actors.blueprint import Options
 from shadowlane.actors.spec import CardSettings, Emulated
 from shadowlane.planner import events as ev
 from shadowlane.planner.card_planner import CardPlanner
 from shadowlane.planner.hardware import CALM
 
-OPTIONS = Options(context=128, prefill_chunk=24)
 PROMPT = tiny_tokens(20)
 LAUNCH_S = 60e-6
 # Neither side is so fast that the other has nothing to do, nor so fast that this machine is slower.

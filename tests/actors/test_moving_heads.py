@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cards import OPTIONS, drawn, machine_with, on_cards
 from fake_card import fake_cards
-from inprocess import ONE_THREAD, InProcess, running
+from inprocess import InProcess, by_one_thread
 from mortal import MortalScripted, collect_after_recovery, end_of, hear
 from tiny import tiny_tokens
 
@@ -28,14 +28,8 @@ pytestmark = pytest.mark.usefixtures("blocks_of_a_page")
 
 
 @pytest.fixture(scope="module")
-def model(biased_llama: Path) -> Path:
-    return biased_llama
-
-
-@pytest.fixture(scope="module")
 def expected(model: Path, blocks_of_a_page: None) -> list[int]:
-    with running(model, options=OPTIONS, cores=ONE_THREAD) as engine:
-        return engine.generate(PROMPT, max_tokens=TOKENS)
+    return by_one_thread(model, OPTIONS, PROMPT, max_tokens=TOKENS)
 
 
 def in_turns(engine: InProcess, seed: int, cards: int) -> list[Placement]:

@@ -48,8 +48,8 @@ def lanes(cards: int, processors: int = 1) -> tuple[LaneSpec, ...]:
     return tuple(LaneSpec(name, 1) for name in names)
 
 
-def question_of(catalog: Catalog, *cards: Card, cards_route: bool = False) -> Question:
-    model = model_of(catalog, "synthetic", is_ours=cards_route, cards_route=cards_route)
+def question_of(catalog: Catalog, *cards: Card, is_ours: bool = False) -> Question:
+    model = model_of(catalog, "synthetic", is_ours=is_ours)
     return Question(model, machine(*cards), Work(context=64, max_context=128))
 
 
@@ -149,7 +149,7 @@ def sites(draw: st.DrawFn, cards: int, kept: float) -> Site:
 def asked(draw: st.DrawFn) -> tuple[Catalog, Plan, Request, Question, dict[str, int]]:
     catalog = draw(catalogs())
     cards = draw(st.sampled_from([2, 1, 2, 1, 2, 0]))
-    question = question_of(catalog, *(FAST, SLOW)[:cards], cards_route=draw(st.booleans()))
+    question = question_of(catalog, *(FAST, SLOW)[:cards], is_ours=draw(st.booleans()))
     whole = sum(block.held_nbytes for block in catalog.blocks)
     whole += catalog.experts.total * catalog.experts.slot_nbytes if catalog.experts else 0
     rooms = st.one_of(st.just(PLENTY), st.integers(whole // 4, 2 * whole), st.integers(0, whole))
@@ -236,7 +236,7 @@ def test_a_budget_that_a_plan_fills_is_kept_without_a_word(mib: float) -> None:
     """Of our own plans nothing is left over but what whole blocks come to."""
     catalog = llama_catalog(layers=6, tile_rows=32)
     budget = round(mib * 2**20)
-    question = question_of(catalog, replace(FAST, vram_nbytes=float(budget)), cards_route=True)
+    question = question_of(catalog, replace(FAST, vram_nbytes=float(budget)), is_ours=True)
     plan = search(question).plan
     request = Request(ram=PLENTY, lanes=lanes(1), context=128)
     placement = place_on_cards(catalog, plan, request, question)

@@ -148,8 +148,12 @@ ROUTED = Question(
 )
 
 
-def routed(vram: float = 0.5) -> Placement:
-    plan = Plan("", (Site(vram, 1.0 - vram),) * len(ROUTED.model.loads))
+def routed(vram: float = 0.5, router: float | None = None) -> Placement:
+    """router: the part of routers on the card, if it is another."""
+    parts = (
+        router if load.is_undivided and router is not None else vram for load in ROUTED.model.loads
+    )
+    plan = Plan("", tuple(Site(part, 1.0 - part) for part in parts))
     return place_on_cards(MIXTURE, plan, REQUEST, ROUTED)
 
 
@@ -178,10 +182,15 @@ def test_card_and_processor_compute_experts_at_the_same_time_and_the_processor_j
     assert of_card.waits == (Wait("cpu:0", at_processor),), "the router is the instruction before"
 
 
-def test_all_experts_may_live_on_a_card() -> None:
-    placement = routed(1.0)
+@pytest.mark.parametrize(
+    ("router", "shares"),
+    [(0.0, (Share("gpu:0", 0, 8), Share("cpu:0", 8, 9))), (1.0, (Share("gpu:0", 0, 9),))],
+)
+def test_all_experts_may_live_on_a_card(router: float, shares: tuple[Share, ...]) -> None:
+    """Who has the router adds up."""
+    placement = routed(1.0, router)
     assert placement.experts_on_cards == 16
-    assert placement.shares["0.experts"] == (Share("gpu:0", 0, 8), Share("cpu:0", 8, 9))
+    assert placement.shares["0.experts"] == shares
     validate(MIXTURE, placement, build_programs(MIXTURE, placement))
 
 
@@ -208,7 +217,7 @@ def test_room_for_experts_must_be_theirs() -> None:
 
 
 def test_a_card_that_chooses_adds_up_and_only_who_adds_up_is_waited_for() -> None:
-    model = model_of(MIXTURE, "synthetic", is_ours=True, cards_route=True)
+    model = model_of(MIXTURE, "synthetic", is_ours=True)
     question = replace(ROUTED, model=model)
     whole, half = Site(1.0, 0.0), Site(0.5, 0.5)
     plan = Plan("", tuple(half if load.experts else whole for load in model.loads))

@@ -13,6 +13,7 @@ from shadowlane.planner.card_question import plan_over_cards, question_over_card
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.chunks import HELD_UP_S
 from shadowlane.planner.hardware import Card, Hardware
+from shadowlane.planner.hybrid_layouts import TooLarge
 from shadowlane.planner.placement import LaneSpec, Placement, Request
 from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.synthetic import llama_catalog
@@ -76,6 +77,24 @@ def test_layouts_by_hand_get_their_best_chunk_too() -> None:
     catalog = catalog_with(4)
     assert planned(catalog, 0.6, strategy="layer-stream").subchunks == 8
     assert planned(catalog, 0.6, strategy="cpu").subchunks == 1
+
+
+@pytest.mark.parametrize("strategy", ["auto", "layer-stream"])
+def test_chunks_leave_room_for_what_is_pinned(strategy: str) -> None:
+    more = {"strategy": strategy, "pins": {"down": "gpu:0"}}
+    assert planned(catalog_with(4), 0.3, **more).subchunks == 4
+    assert planned(catalog_with(2000), 0.3, **more).subchunks == 1
+    with pytest.raises(ValueError, match="pins must fit gpu:0"):
+        planned(catalog_with(2000), 0.3, subchunks=2, **more)
+
+
+@pytest.mark.parametrize("strategy", ["cpu", "layer-split"])
+@pytest.mark.parametrize("subchunks", [None, 1, 4])
+def test_a_layout_by_hand_that_nothing_has_room_for_is_too_large(
+    strategy: str, subchunks: int | None
+) -> None:
+    with pytest.raises(TooLarge, match="short by"):
+        planned(catalog_with(4), 0.0, strategy=strategy, subchunks=subchunks, ram=1 << 20)
 
 
 def test_others_wait_for_no_longer_than_is_said() -> None:

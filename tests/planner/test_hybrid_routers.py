@@ -16,6 +16,7 @@ from shadowlane.planner.hybrid_layouts import Question, Spread, settle
 from shadowlane.planner.hybrid_play import rates_of
 from shadowlane.planner.hybrid_price import price_of
 from shadowlane.planner.hybrid_search import search
+from shadowlane.planner.pins import pinned
 from shadowlane.planner.placement import LaneSpec, Request
 from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.synthetic import mixture_catalog
@@ -27,9 +28,15 @@ WORK = Work(context=64, max_context=128)
 FIRST, SECOND = (1.0, 0.0), (0.0, 1.0)
 
 
-def asked(*, cards_route: bool = True, machine: Hardware = TWO) -> Question:
-    model = model_of(CATALOG, "mixture", is_ours=True, cards_route=cards_route)
-    return Question(model, machine, WORK)
+def asked() -> Question:
+    return Question(model_of(CATALOG, "mixture", is_ours=True), TWO, WORK)
+
+
+def with_routers_in_ram() -> Question:
+    """The same, where the processor has to choose."""
+    model = asked().model
+    homes = {load.name: "cpu" for load in model.loads if load.is_undivided}
+    return replace(asked(), model=pinned(model, homes))
 
 
 def as_files_have_it() -> Catalog:
@@ -89,7 +96,7 @@ def test_a_router_is_on_the_card_where_prompts_have_all_experts_brought(
     part: float, side: int
 ) -> None:
     """However none of them lives there."""
-    model = model_of(CATALOG, "mixture", is_ours=True, cards_route=True, brings_experts=True)
+    model = model_of(CATALOG, "mixture", is_ours=True, brings_experts=True)
     question = replace(asked(), model=model)
     brought = {"prefill": [part] * len(model.loads)}
     plan = settle(question, "", spread_with(model, experts=(0.0, FIRST)), brought)
@@ -113,7 +120,7 @@ def test_a_shared_expert_may_come_between(
 ) -> None:
     """What is planned is what a placement has: the lane of the router adds up."""
     catalog = as_files_have_it()
-    question = replace(asked(), model=model_of(catalog, "", is_ours=True, cards_route=True))
+    question = replace(asked(), model=model_of(catalog, "", is_ours=True))
     assert routers(question, **kinds) == {side}
     plan = settle(question, "", spread_with(question.model, **kinds))
     assert plan is not None
@@ -124,10 +131,6 @@ def test_a_shared_expert_may_come_between(
         if load.experts:
             adds_up = placement.shares[load.name][-1].lane
             assert lanes[chooser(question.model, exact.sites, index)].name == adds_up
-
-
-def test_cards_that_cannot_route_have_no_routers() -> None:
-    assert routers(asked(cards_route=False)) == {0}
 
 
 def test_a_layer_on_one_card_crosses_nothing() -> None:
@@ -141,7 +144,8 @@ def test_a_layer_on_one_card_crosses_nothing() -> None:
     assert split is not None
     assert other is not None
     assert ours.times(split).step_s == pytest.approx(theirs.times(other).step_s, rel=0.01)
-    before = asked(cards_route=False)
+    before = with_routers_in_ram()
+    assert routers(before) == {0}
     joined = layer_split(before, num_layers(before.model))
     assert joined is not None
     crossings = 2 * CATALOG.experts.num_layers if CATALOG.experts else 0
@@ -166,7 +170,7 @@ def test_what_others_give_crosses_to_the_card_that_adds_up() -> None:
 
 
 def test_the_search_finds_it() -> None:
-    ours, before = asked(), asked(cards_route=False)
+    ours, before = asked(), with_routers_in_ram()
     best = search(ours)
     split = layer_split(ours, num_layers(ours.model))
     assert split is not None
@@ -210,7 +214,7 @@ def test_a_card_that_adds_up_experts_of_others_takes_the_time_of_its_launch() ->
 def test_of_prompts_a_card_that_is_here_tells_its_host_what_it_chose() -> None:
     """There and back for each layer, where a card chooses and has experts; of answers nothing."""
     emulated = asked()
-    model = model_of(CATALOG, "", is_ours=True, cards_route=True, cards_here=True)
+    model = model_of(CATALOG, "", is_ours=True, cards_here=True)
     here = replace(emulated, model=model)
     layers = sum(1 for load in model.loads if load.experts)
     for router, crossings in ((1.0, 2 * layers), (0.0, 0)):

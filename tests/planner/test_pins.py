@@ -51,16 +51,14 @@ def request(
     )
 
 
-def check(
-    catalog: Catalog, placement: Placement, pins: dict[str, str], *, cards_route: bool = False
-) -> None:
+def check(catalog: Catalog, placement: Placement, pins: dict[str, str]) -> None:
     """Each pinned group lives and is computed at home."""
     for phase in ("decode", "prefill"):
         programs = build_programs(catalog, placement, phase)
         validate(catalog, placement, programs, phase)
     parts = {part.lane: part for part in placement.cards}
     layers = [group.name for group in catalog.sparse_groups]
-    homes = catalog_homes(catalog, pins, len(placement.cards), cards_route=cards_route)
+    homes = catalog_homes(catalog, pins, len(placement.cards))
     for name, home in homes.items():
         group = catalog.group(name)
         lanes = {
@@ -135,23 +133,14 @@ ROUTERS: list[dict[str, str]] = [
 
 @pytest.mark.parametrize("strategy", ["auto", "cpu", "cpu-moe", "layer-split"])
 @pytest.mark.parametrize("pins", ROUTERS)
-def test_routers_are_pinned_to_cards_that_can_route(pins: dict[str, str], strategy: str) -> None:
-    asked = request(MIXTURE, pins, cards=2, part=1.5)
-    asked = replace(asked, cards_route=True, strategy=strategy)
+def test_routers_are_pinned_to_cards(pins: dict[str, str], strategy: str) -> None:
+    asked = replace(request(MIXTURE, pins, cards=2, part=1.5), strategy=strategy)
     placement = first_over_cards(MIXTURE, asked)
-    check(MIXTURE, placement, pins, cards_route=True)
+    check(MIXTURE, placement, pins)
     on_cards = {name for name in placement.shares if name.endswith("router")} & {
-        name
-        for name, home in catalog_homes(MIXTURE, pins, 2, cards_route=True).items()
-        if home.startswith("gpu:")
+        name for name, home in catalog_homes(MIXTURE, pins, 2).items() if home.startswith("gpu:")
     }
     assert on_cards, "or the test shows nothing"
-
-
-def test_routers_are_not_pinned_to_cards_that_cannot() -> None:
-    asked = replace(request(MIXTURE, {"router": "gpu:0"}), cards_route=False)
-    with pytest.raises(ValueError, match="gpu:0 may hold: processors compute routers"):
-        first_over_cards(MIXTURE, asked)
 
 
 @pytest.mark.parametrize(("strategy", "layers"), [("layer-split", 3), ("cpu-moe", 1)])
@@ -232,11 +221,11 @@ def _obeyed(planner: CardPlanner, commands: list[ev.Command]) -> Placement | Non
 )
 def test_pins_that_cannot_be_are_refused_by_name(pins: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        homes_of(GROUPS, pins, 1, ("embed", "router"))
+        homes_of(GROUPS, pins, 1)
 
 
 def test_one_pattern_may_match_more_than_its_home_holds() -> None:
-    homes = homes_of(GROUPS, {".": "gpu:0"}, 1, ("embed", "router"))
+    homes = homes_of(GROUPS, {".": "gpu:0"}, 1)
     assert set(homes) == {name for name, kind in GROUPS if kind != "embed"}
     assert "0.attn" not in homes_of(GROUPS, {"^0": "disk"}, 1)
 
