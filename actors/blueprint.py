@@ -9,7 +9,7 @@ evenly.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -143,14 +143,22 @@ def block_rows(rows: int, row_nbytes: int) -> int:
 
 
 def read_blueprint(
-    path: Path, options: Options, workers: int, *, are_cards: bool = False
+    path: Path,
+    options: Options,
+    workers: int,
+    *,
+    are_cards: bool = False,
+    is_elsewhere: bool = False,
 ) -> tuple[Blueprint, ModelFiles]:
-    """Open a model and cut it. Reads headers only. are_cards: among the lanes.
+    """Open a model and cut it. Reads headers only.
+
+    are_cards: among the lanes. is_elsewhere: for a machine that is described, not for this one.
 
     Raises ModelError for files that do not fit together, ValueError for options out of range.
     """
     files = open_model(path)
-    return cut_model(files, options, workers, are_cards=are_cards), files
+    cut = cut_model(files, options, workers, are_cards=are_cards, is_elsewhere=is_elsewhere)
+    return cut, files
 
 
 def cut_model(
@@ -160,6 +168,7 @@ def cut_model(
     layers: int | None = None,
     *,
     are_cards: bool = False,
+    is_elsewhere: bool = False,
 ) -> Blueprint:
     """Cut opened files. `layers`: only the first so many, for measurements."""
     config = read_decoder(files)
@@ -176,7 +185,8 @@ def cut_model(
         raise ValueError(f"max_batch must be between 1 and {FEW_ROWS}; got {options.max_batch}")
     context_limit = options.context or min(config.max_context, DEFAULT_CONTEXT)
     descriptions = describe_groups(config)
-    dtype, notes = choose_dtype(files, config, options.dtype)
+    flags = {"bf16", "fphp"} if is_elsewhere else processor_flags()
+    dtype, notes = choose_dtype(files, config, options.dtype, flags)
 
     experts = plan_experts(config, files)
     sources: list[BlockSource] = []
@@ -300,12 +310,11 @@ def first_layers(config: DecoderConfig, count: int) -> DecoderConfig:
 
 
 def choose_dtype(
-    files: ModelFiles, config: DecoderConfig, asked: DataType | None
+    files: ModelFiles, config: DecoderConfig, asked: DataType | None, flags: Collection[str]
 ) -> tuple[DataType, tuple[str, ...]]:
-    """The type of prefill products, and what to tell the user about it."""
-    flags = processor_flags()
-    has_bf16 = bool({"amx_bf16", "avx512_bf16", "bf16", "svebf16"} & flags)
-    has_f16 = bool({"avx512_fp16", "fphp", "asimdhp"} & flags)
+    """The type of prefill products, and what to tell the user about it. flags: of the processor."""
+    has_bf16 = not {"amx_bf16", "avx512_bf16", "bf16", "svebf16"}.isdisjoint(flags)
+    has_f16 = not {"avx512_fp16", "fphp", "asimdhp"}.isdisjoint(flags)
     if asked is None:
         if files.kind == "gguf":
             return ("bfloat16" if has_bf16 else "float32"), ()

@@ -214,5 +214,5 @@ def load_model(name: str, path: Path | None, context: int | None) -> Model:
     from shadowlane.actors.blueprint import read_blueprint
     from shadowlane.actors.spec import Options
 
-    blueprint, _ = read_blueprint(path, Options(context=context), 1)
+    blueprint, _ = read_blueprint(path, Options(context=context), 1, is_elsewhere=True)
     return model_of(blueprint.catalog, name, blueprint.config.windows)

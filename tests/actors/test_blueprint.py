@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filemaking import write_gguf
 from inprocess import cut, small_blocks
 from tiny import FAMILIES
 
@@ -23,6 +24,8 @@ from shadowlane.actors.scratch import gather_stride
 from shadowlane.ops.files import open_model
 from shadowlane.ops.layouts import LAYOUTS
 from shadowlane.ops.table import MAX_BLOCK_ROWS
+from shadowlane.shapes import shape_model
+from shadowlane.what_if import load_model
 
 SHAPES = [  # rows, row bytes: of smollm2, Llama 3.2 3B, Qwen 2.5 7B, in bfloat16 and packed
     (576, 576 * 2),
@@ -190,3 +193,17 @@ def test_types_and_what_is_said_about_them(
     assert blueprint.dtype == chosen
     assert len(blueprint.notes) == bool(notice)
     assert all(notice in note for note in blueprint.notes)
+
+
+def test_what_is_planned_for_another_machine_does_not_depend_on_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = tmp_path / "model.gguf"
+    write_gguf(packed)
+    found = []
+    for flags in (set[str](), {"avx512_bf16"}):
+        monkeypatch.setattr(blueprints, "processor_flags", lambda flags=flags: flags)
+        blueprint, _ = blueprints.read_blueprint(packed, Options(), 1, is_elsewhere=True)
+        assert (blueprint.dtype, blueprint.notes) == ("bfloat16", ())
+        found.append((load_model("it", packed, None), shape_model("llama-2-70b")))
+    assert found[0] == found[1]

@@ -34,7 +34,7 @@ LLAMA = llama_catalog(layers=4, hidden=128, inner=256, tile_rows=64, subchunk_nb
 def placed(catalog: Catalog, *sites: Site, micro_batches: int = 1, cards: int = 2) -> Placement:
     """sites: one for all loads, or one for each."""
     machine = Hardware("machine", (CARD,) * cards, 40e9, 1e12, 2e-6, 60e9, 64e9, 0.0, 5e9)
-    model = model_of(catalog, "synthetic", is_ours=True, cards_route=True)
+    model = model_of(catalog, "synthetic", is_ours=True)
     question = Question(model, machine, Work(context=64, max_context=64))
     lanes = ("cpu:0", *(f"gpu:{number}" for number in range(cards)))
     request = Request(

@@ -62,7 +62,8 @@ def _cut(name: str, context: int | None, layouts: Mapping[str, str] | None) -> B
     from shadowlane.actors.blueprint import cut_model
     from shadowlane.actors.spec import Options
 
-    return cut_model(shape_files(name, layouts), Options(context=context), 1)
+    files = shape_files(name, layouts)
+    return cut_model(files, Options(context=context), 1, is_elsewhere=True)
 
 
 def shape_files(name: str, layouts: Mapping[str, str] | None = None) -> ModelFiles:
