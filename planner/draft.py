@@ -133,7 +133,9 @@ class Draft:
                     most -= 1
                 held = carry.round(group.kind, cuts, site.vram * cuts.total, 0, most)
             until = until_each(site.over, [True] * len(site.over))
-            ends = parted(cuts, 0, held, until) if held else [0] * len(self.cards)
+            ends = [0] * count
+            if held:
+                ends = parted(cuts, 0, held, until, carry, group.kind)
             found.append(Sections(ends, cuts.last))
         return found
 
