@@ -44,7 +44,7 @@ def bring(question: Question, start: Answer, best: Answer) -> Answer:
     """
     spread = shrunk(question, Spread.of(start.plan))
     brought = brought_of(start.plan)
-    name = start.plan.name
+    name = start.plan.name.removesuffix(", prompts streamed")
     plan: Plan | None = None
     for work in question.works:
         kept = brought[work.phase]

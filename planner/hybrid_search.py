@@ -26,6 +26,7 @@ from shadowlane.planner.hybrid_changes import (
     bring_some,
     otherwise_brought,
     refine,
+    shrunk,
 )
 from shadowlane.planner.hybrid_hand import by_hand
 from shadowlane.planner.hybrid_layouts import (
@@ -37,9 +38,10 @@ from shadowlane.planner.hybrid_layouts import (
     in_micro_batches,
     pack,
     settle,
+    streamed,
 )
 
-FINALISTS = 3  # of those that bring something, which may bring single kinds of groups, too
+TRIED = 4  # of the fastest starts, with parts brought over the link
 MOST_TRIES = 1500  # of small changes
 TRIES_OF_LOADS = 40_000  # and loads played through for them: a fraction of a second
 ALIKE = 0.001  # seconds closer than this are the same
@@ -80,13 +82,17 @@ def search(
         starts.append(knapsack(question))
     # Where all but experts fit, orders make no difference: what is the same is tried once.
     plans = {plan.sites: plan for plan in reversed(starts) if plan is not None}
+    if "bring" in using and any(work.phase == "prefill" for work in question.works):
+        # Of a prompt almost all is brought, and what is fastest without that says little.
+        for plan in _streamed(question, list(plans.values())):
+            plans.setdefault(plan.sites, plan)
     tried = [question.answer(plan) for plan in plans.values() if question.fits(plan)]
-    tried.sort(key=_seconds)
+    tried.sort(key=lambda answer: answer.seconds)
     best = tried[0]
     if "bring" in using:
-        # What is fastest without it says little: all of them bring what suits them.
-        found = sorted((bring(question, each, each) for each in tried), key=_seconds)
-        best = min((bring_some(question, each) for each in found[:FINALISTS]), key=_seconds)
+        for start in tried[:TRIED]:
+            best = bring(question, start, best)
+        best = bring_some(question, best)
     if "refine" in using:
         tries = min(MOST_TRIES, TRIES_OF_LOADS // len(question.model.loads))
         best = refine(question, best, tries, using)
@@ -102,17 +108,13 @@ def search(
     )
 
 
-def _seconds(answer: Answer) -> float:
-    return answer.seconds
-
-
 def _calmest(best: Answer, others: Sequence[Answer]) -> Answer:
     """Of what is as fast as `best`, what has least to do for all lanes; of several the fastest.
 
     What is brought can come late, so where nothing need be brought it must win more than that.
     """
     still = [other for other in others if not _links_s(other)]
-    first = min(still, key=_seconds, default=best)
+    first = min(still, key=lambda answer: answer.seconds, default=best)
     if _links_s(best) and first.seconds <= best.seconds * (1.0 + STILL):
         best = first
     alike = [other for other in others if other.seconds <= best.seconds * (1.0 + ALIKE)]
@@ -221,3 +223,14 @@ def balance(question: Question) -> list[float]:
             known[key] = cpu_s / (cpu_s + gpu_s) if cpu_s + gpu_s else 1.0
         parts.append(known[key])
     return parts
+
+
+def _streamed(question: Question, plans: Sequence[Plan]) -> Iterator[Plan]:
+    """The same with room for what is brought, and all that prompts can have brought."""
+    for plan in plans:
+        spread = shrunk(question, Spread.of(plan))
+        smaller = settle(question, plan.name, spread)
+        if smaller is not None:
+            found = streamed(question, smaller, f"{plan.name}, prompts streamed", ["prefill"])
+            if found is not None:
+                yield found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -16,17 +15,15 @@ from shadowlane.planner.hybrid import (
     Prompts,
     Work,
     fits,
-    model_of,
 )
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
-from shadowlane.planner.hybrid_changes import MECHANISMS, bring
+from shadowlane.planner.hybrid_changes import MECHANISMS
 from shadowlane.planner.hybrid_hand import by_hand
 from shadowlane.planner.hybrid_layouts import Question
-from shadowlane.planner.hybrid_search import STILL, _starts, knapsack, search
+from shadowlane.planner.hybrid_search import STILL, knapsack, search
 from shadowlane.planner.hybrid_synthetic import CARD, MACHINE, dense
 from shadowlane.planner.hybrid_synthetic import small_model as model
 from shadowlane.planner.hybrid_synthetic import uneven as instance
-from shadowlane.planner.synthetic import llama_catalog
 
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # it would take minutes
 
@@ -145,40 +142,3 @@ def test_crossings_keep_the_knapsack_together() -> None:
     plan = knapsack(Question(model(*loads), replace(MACHINE, cards=(card,))))
     assert plan is not None
     assert [site.vram for site in plan.sites] in ([1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0])
-
-
-def small_llama(part: float) -> Question:
-    """Fixed costs make its small groups cheapest whole. part: of its weights, that the card holds
-    beside its ring."""
-    catalog = llama_catalog(layers=12, hidden=576, inner=1536, heads_kv=3, vocab=16384)
-    whole = model_of(catalog, "a small Llama", is_ours=True)
-    card = replace(
-        CARD,
-        vram_nbytes=1e9 + 4e6 + part * whole.nbytes,
-        vram_bytes_per_s=300e9,
-        h2d_bytes_per_s=12e9,
-        launch_s=20e-6,
-        ring_nbytes=4e6,
-    )
-    machine = replace(MACHINE, cards=(card,), cpu_bytes_per_s=40e9, cpu_launch_s=40e-6)
-    prompts = Prompts(Work("prefill", rows=512, context=256, max_context=1024), per_step=1 / 256)
-    return Question(whole, machine, Work(max_context=1024), prompts=prompts)
-
-
-def test_what_is_slow_without_a_link_may_be_fastest_with_it() -> None:
-    question = small_llama(0.9)
-    starts = [plan for plan in _starts(question, MECHANISMS) if plan is not None]
-    alone = [question.answer(plan) for plan in starts]
-    fastest = min(alone, key=lambda each: each.seconds)
-    brought = [bring(question, each, each) for each in alone]
-    best = min(brought, key=lambda each: each.seconds)
-    slowest_of_four = sorted(each.seconds for each in alone)[3]
-    assert alone[brought.index(best)].seconds > slowest_of_four
-    assert best.seconds < 0.95 * bring(question, fastest, fastest).seconds
-    assert search(question).seconds <= best.seconds
-
-
-def test_more_room_on_a_card_never_makes_a_plan_slower() -> None:
-    seconds = [search(small_llama(part)).seconds for part in (0.9, 0.95, 1.0)]
-    for less, more in pairwise(seconds):
-        assert more <= less * (1.0 + STILL)
