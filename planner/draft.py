@@ -135,7 +135,9 @@ class Draft:
             until = until_each(site.over, [True] * len(site.over))
             ends = [0] * count
             if held:
-                ends = parted(cuts, 0, held, until, carry, group.kind)
+                # Of others, what is brought is shared alike, and rounded apart.
+                among = carry if group.kind == "experts" else None
+                ends = parted(cuts, 0, held, until, among, group.kind)
             found.append(Sections(ends, cuts.last))
         return found
 
