@@ -71,12 +71,17 @@ class Cluster:
         if not self.is_ours:
             return
         self.is_ours = False
+        if not _is_whole():
+            self._remove()  # at once: Ray's shutdown may end this process
         ray.shutdown()
+        self._remove()
+        if self.lock is not None:
+            self.lock.close()
+
+    def _remove(self) -> None:
         if self.directory is not None:
             _kill_session(self.directory)  # what a start that was cut short has left running
             shutil.rmtree(self.directory, ignore_errors=True)
-        if self.lock is not None:
-            self.lock.close()
 
 
 def running_address() -> str | None:
@@ -164,6 +169,17 @@ def join_cluster(address: str | None, *, dashboard: bool = False) -> Cluster:
             raise
         raise ClusterError(f"Ray did not start: {first_line(error)}") from error
     return cluster
+
+
+def _is_whole() -> bool:
+    """Whether all daemons of our own cluster live, or none has been started.
+
+    Otherwise Ray's shutdown waits for them, and a thread of Ray's ends this process meanwhile.
+    """
+    from ray._private import worker
+
+    node = getattr(worker, "_global_node", None)  # private to Ray
+    return node is None or not node.dead_processes()
 
 
 def dashboard_url() -> str | None:

@@ -137,7 +137,11 @@ class Draft:
                     most -= 1
                 held = carry.round(group.kind, cuts, site.vram * cuts.total, 0, most)
             until = until_each(site.over, [True] * len(site.over))
-            ends = parted(cuts, 0, held, until) if held else [0] * len(self.cards)
+            ends = [0] * count
+            if held:
+                # Of others, what is brought is shared alike, and rounded apart.
+                among = carry if group.kind == "experts" else None
+                ends = parted(cuts, 0, held, until, among, group.kind)
             found.append(Sections(ends, cuts.last))
         return found
 

@@ -108,13 +108,24 @@ class Carry:
         return place
 
 
-def parted(cuts: Cuts, low: int, high: int, until: Sequence[float]) -> list[int]:
-    """The ends of the cards' sections of [low, high]. until: parts up to and with each card's."""
+def parted(
+    cuts: Cuts,
+    low: int,
+    high: int,
+    until: Sequence[float],
+    carry: Carry | None = None,
+    key: str = "",
+) -> list[int]:
+    """The ends of the cards' sections of [low, high]. until: parts up to and with each card's.
+
+    carry: groups of one `key` make up for each other's rounding, card by card; None: each alone.
+    """
+    carry = carry or Carry()
     base = cuts.nbytes[low]
     ends: list[int] = []
-    for part in until:
+    for card, part in enumerate(until):
         wanted = base + (cuts.nbytes[high] - base) * part
-        ends.append(cuts.nearest(wanted, ends[-1] if ends else low, high))
+        ends.append(carry.round(f"{key} {card}", cuts, wanted, ends[-1] if ends else low, high))
     return ends
 
 

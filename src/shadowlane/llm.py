@@ -172,13 +172,15 @@ class LLM:
         import ray
 
         engine, self._engine = self._engine, None
-        if engine is not None and ray.is_initialized():
-            if self._about is not None:  # else there is nothing to be kept of it
-                with suppress(Exception):  # it is going away in any case
-                    ray.get(engine.call.remote("close"), timeout=10)
-            ray.kill(engine)
-        if self._cluster is not None:
-            self._cluster.leave()
+        try:
+            if engine is not None and ray.is_initialized():
+                if self._about is not None:  # else there is nothing to be kept of it
+                    with suppress(Exception):  # it is going away in any case
+                        ray.get(engine.call.remote("close"), timeout=10)
+                ray.kill(engine)
+        finally:
+            if self._cluster is not None:
+                self._cluster.leave()
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._engine is None:

@@ -36,6 +36,7 @@ _UNITS: dict[str, int] = {
     "tib": 1 << 40,
     "tb": 10**12,
 }
+MOST_BARE = 1024  # a bare number from here on was meant in another unit
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 #: RAM left for what is not in the arena: interpreters, torch, Ray's daemons, the page cache.
@@ -46,7 +47,8 @@ def parse_size(size: str | int, name: str = "size") -> int:
     """Bytes meant by `size`: "6" and "6G" and "6GiB" are 6 * 2**30, "1.5GB" is 1.5 * 10**9.
 
     Units are not case-sensitive; fractions are rounded to whole bytes. An int is taken as bytes.
-    `name` is what an error calls the value. Raises ValueError for anything else, and below 1 byte.
+    `name` is what an error calls the value. Raises ValueError for anything else, below 1 byte, and
+    for a bare number of `MOST_BARE` or more.
     """
     if isinstance(size, Integral) and not isinstance(size, bool):
         nbytes = int(size)
@@ -54,6 +56,12 @@ def parse_size(size: str | int, name: str = "size") -> int:
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"{name} must be a size such as 6GiB, 512MiB or 1.5GB; got {size!r}")
+        if not match[2] and Decimal(match[1]) >= MOST_BARE:
+            meant = f"{match[1]}{'MiB' if Decimal(match[1]) < MIB else 'B'}"
+            raise ValueError(
+                f"{name} must have a unit from {MOST_BARE} on, since a bare number is GiB; got "
+                f"{size!r}; {meant} is {show_nbytes(parse_size(meant))}"
+            )
         exact = Decimal(match[1]) * _UNITS[match[2].lower()]
         nbytes = int(exact.to_integral_value(ROUND_HALF_DOWN))
     if nbytes < 1:

@@ -19,7 +19,7 @@ import pytest
 from tiny import tiny_tokens
 
 from shadowlane import LLM, SamplingParams, plan_model
-from shadowlane.actors.cluster import ClusterError, join_cluster
+from shadowlane.actors.cluster import SESSION_PREFIX, ClusterError, join_cluster
 from shadowlane.actors.engine import EngineError
 from shadowlane.actors.machine import usable_cores
 from shadowlane.actors.ray_host import ENGINE_THREADS
@@ -309,6 +309,34 @@ def test_a_signal_does_not_wait_for_ray_to_start(monkeypatch: pytest.MonkeyPatch
     (late,) = seen
     assert os.waitpid(late, 0)[1] == signal.SIGKILL
     assert not made[0].exists()
+
+
+GONE = """
+import os, signal
+from pathlib import Path
+from shadowlane.actors import cluster as clusters
+
+cluster = clusters.join_cluster(None)
+print(cluster.directory, flush=True)
+for process in Path("/proc").glob("[0-9]*"):
+    if int(process.name) != os.getpid() and clusters._mentions(process, cluster.directory):
+        try:
+            os.kill(int(process.name), signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it went with another
+cluster.leave()
+"""
+
+
+def test_nothing_is_left_where_rays_daemons_died_first() -> None:
+    """As of a SIGTERM to the whole group; Ray may then end the process that cleans up."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    ended = subprocess.run(
+        [sys.executable, "-c", GONE], env=environment, capture_output=True, text=True, timeout=120
+    )
+    session = Path(ended.stdout.split()[0])
+    assert session.name.startswith(SESSION_PREFIX)
+    assert not session.exists()
 
 
 def processes_of(place: str) -> list[str]:

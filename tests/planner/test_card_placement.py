@@ -567,3 +567,23 @@ def test_our_keys_and_values_take_whole_pages_of_all_tokens() -> None:
     assert sum(kv_nbytes(load, work) for load in attns) == 2 * catalog.page_nbytes
     assert [load.attended(1000) for load in attns] == [16, 1000]  # what is read is as it was
     assert sum(kv_nbytes(load, work) for load in theirs.loads) < catalog.page_nbytes * 1.1
+
+
+def test_cards_that_share_experts_are_as_full_as_planned() -> None:
+    """An even share of each layer would be too much for one card, and RAM would have what the other
+    has room for."""
+    catalog = mixture_catalog(num_experts=8, layers=12)
+    assert catalog.experts is not None
+    over = (0.45, 0.55)
+    question = question_of(catalog, FAST, FAST)
+    shared = Site(1.0, 0.0, over=over)
+    plan = everywhere(question, Site(0.0, 1.0, over=over), experts=shared)
+    total = catalog.experts.total
+    rooms = [(round(part * total) + 1) * catalog.experts.slot_nbytes for part in over]
+    request = Request(ram=PLENTY, lanes=lanes(2))
+    budgets = {f"gpu:{card}": room for card, room in enumerate(rooms)}
+    placement = place_on_cards(catalog, plan, request, question, budgets=budgets)
+    counts = [part.num_experts for part in placement.cards]
+    assert sum(counts) == total
+    assert counts == [pytest.approx(part * total, abs=1) for part in over]
+    assert not placement.notes
