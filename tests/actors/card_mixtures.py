@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 from cards import OPTIONS
 from inprocess import ONE_THREAD, InProcess, cut
 from test_experts_run import MANY
 from tiny import tiny_tokens
 
+from shadowlane.actors.card_activations import Activations
 from shadowlane.actors.card_lane import CardLane
+from shadowlane.ops.card.buffers import StepRows
 from shadowlane.planner.search import SPARE_EXPERTS
 
 PROMPT = tiny_tokens(41)
@@ -30,6 +33,19 @@ def few_slots(model: Path) -> int:
     experts = cut(model, OPTIONS, ONE_THREAD).catalog.experts
     assert experts is not None
     return experts.top_k + SPARE_EXPERTS
+
+
+def choices_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of how many rows the host has to know what a router chose, from now on, in turn."""
+    asked: list[int] = []
+    choice = Activations.choice
+
+    def noted(self: Activations, layer: int, rows: StepRows) -> np.ndarray:
+        asked.append(rows.num_rows)
+        return choice(self, layer, rows)
+
+    monkeypatch.setattr(Activations, "choice", noted)
+    return asked
 
 
 @dataclass(frozen=True, slots=True)

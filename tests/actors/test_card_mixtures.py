@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from card_layouts import interpret_few_programs, needs_interpreter
-from card_mixtures import PROMPT, TOLERANCE, Mixture, few_slots, lane_of
+from card_mixtures import PROMPT, TOLERANCE, Mixture, choices_asked_for, few_slots, lane_of
 from cards import OPTIONS, cut_points, drawn, machine_with, on_cards
 from fake_card import FakeRuntime, fake_cards
 from inprocess import AMPLE, ONE_THREAD, InProcess, by_one_thread, collect, cut, running
@@ -25,14 +25,12 @@ from torch.utils._pytree import tree_leaves
 from shadowlane.actors import card_lane
 from shadowlane.actors import disk_lane as disk
 from shadowlane.actors.blueprint import Options
-from shadowlane.actors.card_activations import Activations
 from shadowlane.actors.card_compute import CardComputer
 from shadowlane.actors.card_graphs import cut_segments
 from shadowlane.actors.card_program import CardInstruction, CounterWait
 from shadowlane.actors.cuda.driver import Direction
 from shadowlane.actors.exchange import Crossings
 from shadowlane.actors.spec import CardSettings
-from shadowlane.ops.card.buffers import StepRows
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.placement import Placement, Request, Share
 from shadowlane.planner.stages import with_experts
@@ -182,14 +180,7 @@ def test_experts_that_are_found_on_the_card(
     monkeypatch.setattr(FakeRuntime, "uses_triton", True)  # interpreted, which takes its time
     interpret_few_programs(monkeypatch)
     monkeypatch.setattr(card_lane, "MOST_FEW", (1,))
-    asked: list[int] = []
-    choice = Activations.choice
-
-    def noted(self: Activations, layer: int, rows: StepRows) -> np.ndarray:
-        asked.append(rows.num_rows)
-        return choice(self, layer, rows)
-
-    monkeypatch.setattr(Activations, "choice", noted)
+    asked = choices_asked_for(monkeypatch)
     slots = None if has_more else few_slots(model)  # more: brought for the prompt, and added up
     first = drawn(0, 1, slots, brings=has_more, sums=has_more)
     with fake_cards(monkeypatch), on_cards(model, first) as engine:

@@ -12,7 +12,7 @@ import inprocess
 import numpy as np
 import pytest
 from card_layouts import interpret_few_programs, needs_interpreter
-from card_mixtures import PROMPT, Mixture, few_slots, lane_of
+from card_mixtures import PROMPT, Mixture, choices_asked_for, few_slots, lane_of
 from cards import OPTIONS, all_on_a_card, drawn, machine_with, on_cards
 from fake_card import FakeRuntime, fake_cards
 from inprocess import (
@@ -31,7 +31,6 @@ from test_experts_run import MANY
 from tiny import tiny_tokens
 
 from shadowlane.actors import engine as engines
-from shadowlane.actors.card_activations import Activations
 from shadowlane.actors.spec import CardSettings
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.placement import LaneSpec, Placement, Request, Share
@@ -167,14 +166,7 @@ def test_a_step_with_routers_is_one_piece(
     tokens = by_one_thread(model, OPTIONS, prompt, 5)
     monkeypatch.setattr(FakeRuntime, "uses_triton", True)
     interpret_few_programs(monkeypatch)
-    asked: list[int] = []
-    choice = Activations.choice
-
-    def noted(self: Activations, layer: int, count: int) -> np.ndarray:
-        asked.append(count)
-        return choice(self, layer, count)
-
-    monkeypatch.setattr(Activations, "choice", noted)
+    asked = choices_asked_for(monkeypatch)
     with fake_cards(monkeypatch) as (driver,), on_cards(model, all_on_a_card) as engine:
         before = len(driver.calls)
         assert engine.generate(prompt, 5) == tokens
