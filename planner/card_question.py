@@ -129,8 +129,9 @@ def beside_rings(catalog: Catalog, question: Question, plan: Plan) -> tuple[Ques
         if found[0][0] <= seconds * (1.0 + TIE):
             return asked, plan
     for each in (asked, with_rings(catalog, question, plan, is_least=True)):
+        near = _near(each, plan)  # layouts by hand have been asked for `plan`
         with suppress(TooLarge):
-            answer = search(each)
+            answer = search(each, rivals=None if near is None else {"near": near})
             found.append((answer.seconds, each, answer.plan))
     if not found or min(s for s, _, _ in found) > seconds * (1.0 + MOST_UNUSED):
         fewer = without_unused(asked, plan)

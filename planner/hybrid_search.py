@@ -63,7 +63,7 @@ def search(
     rivals: dict[str, Answer] | None = None,
     using: Collection[str] = MECHANISMS,
 ) -> Answer:
-    """The best plan found. rivals: what `by_hand` gave for the same question, if it was asked.
+    """The best plan found. rivals: to begin with, in place of what `by_hand` gives.
 
     using: kinds: groups of one kind go on the cards before those of another; kv: keys and values
     may stay in RAM while weights fill the cards; knapsack: ATSInfer's placement; experts: one by
