@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,6 +31,7 @@ from shadowlane.actors.cuda.driver import CudaError
 from shadowlane.actors.emulator import Emulator
 from shadowlane.actors.gauges import Gauges, mean_crossings_s
 from shadowlane.actors.hosts import Host, LaneDied, LaneFailed
+from shadowlane.actors.multiplied import Multiplied
 from shadowlane.actors.records import RecordWriter, StepPlan
 from shadowlane.actors.recovery import kill_quietly
 from shadowlane.actors.requests import num_workers, request_of
@@ -59,7 +59,7 @@ from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.hardware import Conditions
 from shadowlane.planner.heat import Heat, informed
-from shadowlane.planner.hit_rate import curve_of, hit_rate_beside, with_measured
+from shadowlane.planner.hit_rate import with_measured
 from shadowlane.planner.hybrid import ACTIVATION_NBYTES
 from shadowlane.planner.measured import HITS_STEPS
 from shadowlane.planner.placement import Placement
@@ -130,14 +130,8 @@ class Engine:
         self._card_routes: CardRoutes | None = None  # of a mixture beside cards that are here
         self._experts_read = 0  # bytes, while decode steps ran
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
-        self._multiplied = [0] * len(self.lanes)  # weight bytes, by each compute lane so far
-        # Of the experts that steps with rows of prompts chose, over all layers: what a processor
-        # computed, and each card.
-        self._prompt_experts = 0
-        self._prompt_on_cards = [0] * len(settings.cards)
+        self.multiplied = self._nothing_multiplied()
         self._rope_cache: tuple[np.ndarray, float] | None = None
-        self._shares_of: int | None = None  # the placement that `_nbytes_per_step` is about
-        self._nbytes_per_step: list[int] = []
 
     @property
     def slowed(self) -> float:
@@ -204,9 +198,9 @@ class Engine:
         self.arena.release(0, self.arena.handle.nbytes)
         self.arena.close()
         self.arena = None
-        self._multiplied = [0] * len(self.lanes)
+        self.multiplied = self._nothing_multiplied()
         self._unreported.clear()
-        self._shares_of, self.step = None, 0
+        self.step = 0
 
     def _load(self, profile: Profile | None, tell: Progress, heat: Heat | None) -> None:
         """All of `start` that is done again where a card has too little memory."""
@@ -455,18 +449,12 @@ class Engine:
         if self._routing is not None:
             self._routing.after(step.plan)
         experts = NO_EXPERTS
-        if step.plan.is_decode and not step.plan.same_sequence:
+        is_decode = step.plan.is_decode and not step.plan.same_sequence
+        if is_decode:
             experts = since(experts_before, self.gauges.expert_use())
             self._experts_read += experts.read_nbytes
-        else:
-            self._prompt_experts += self.gauges.newest_use()[1]
-            on_cards = self.gauges.newest_on_cards()
-            self._prompt_on_cards = [
-                sum(both) for both in zip(self._prompt_on_cards, on_cards, strict=True)
-            ]
         seconds = time.monotonic() - began
-        for number, nbytes in enumerate(self._step_nbytes(placement)):
-            self._multiplied[number] += nbytes
+        self.multiplied.step(placement, self.gauges, has_prompt=not is_decode)
         retired = partial(
             _retired,
             self.step,
@@ -649,6 +637,9 @@ class Engine:
             self.crew.abort()
         self.batch.fail_all(reason)
 
+    def _nothing_multiplied(self) -> Multiplied:
+        return Multiplied(self.blueprint.catalog, len(self.lanes), len(self.settings.cards))
+
     # -- what may be asked
 
     def process_ids(self) -> dict[str, int]:
@@ -662,66 +653,11 @@ class Engine:
 
     def lane_use_now(self) -> LaneUse:
         """What lanes and experts have done since the start."""
-        experts = self.blueprint.catalog.experts
-        multiplied, used = list(self._multiplied), self.gauges.expert_use()
-        if experts is not None:  # one processor's lane computes all that are on no card
-            shares = self.placement.shares
-            first = next(
-                (
-                    share.lane
-                    for group in self.catalog.sparse_groups
-                    for share in shares[group.name]
-                    if share.lane.startswith("cpu:")
-                ),
-                self.lanes[0].name,
-            )
-            multiplied[self.placement.number_of(first)] += (
-                used.chosen + self._prompt_experts
-            ) * experts.nbytes
-            held = self.placement.experts_on_cards
-            # Tokens hit cards alike, as they hold hot ones and cold alike.
-            for part, of_prompts in zip(self.placement.cards, self._prompt_on_cards, strict=True):
-                share = used.on_cards * part.num_experts // held if held else 0
-                multiplied[self.placement.number_of(part.lane)] += (
-                    share + of_prompts
-                ) * experts.nbytes
+        used = self.gauges.expert_use()
+        lanes = self.gauges.lane_use(self.multiplied.so_far(self.placement, used))
         use = used._replace(read_nbytes=self._experts_read)  # of prompts not
         overrun_s = {} if self.emulator is None else self.emulator.overrun_s()
-        return LaneUse(self.gauges.lane_use(multiplied), use, overrun_s)
-
-    def lane_use(self, sequence: Sequence) -> dict[str, tuple[float, int]]:
-        """Per lane, busy seconds and bytes while a finished request ran (others' work included)."""
-        before = sequence.use_before.lanes
-        return {
-            name: ((busy - before[name][0]) / 1e9, nbytes - before[name][1])
-            for name, (busy, nbytes) in sequence.use_after.lanes.items()
-        }
-
-    def expert_use(self, sequence: Sequence) -> dict[str, Any] | None:
-        """What decode steps found of their experts in RAM while a request ran; None if dense."""
-        experts = self.blueprint.catalog.experts
-        if experts is None:
-            return None
-        use = since(sequence.use_before.experts, sequence.use_after.experts)
-        known = self.catalog.experts
-        assert known is not None, "of the same model"
-        tokens = len(sequence.generated) - 1  # the first comes from the prompt
-        return {
-            "slots": self.placement.expert_slots,
-            "of": experts.total,
-            "on_cards": self.placement.experts_on_cards,
-            "card_rate": use.on_cards / (use.on_cards + use.chosen)
-            if use.on_cards + use.chosen
-            else None,
-            "hit_rate": use.resident / use.chosen if use.chosen else None,
-            "expected_hit_rate": hit_rate_beside(
-                known, self.placement.expert_slots, self.placement.experts_on_cards
-            ),
-            "expected_from": curve_of(known).source,
-            "early_hit_rate": use.early / use.chosen if use.chosen else None,
-            "read_nbytes_per_token": use.read_nbytes // tokens if tokens > 0 else None,
-            **self.gauges.expert_report(),
-        }
+        return LaneUse(lanes, use, overrun_s)
 
     def catalog_now(self) -> Catalog:
         """The catalog, with the hits of this run where it has had some."""
@@ -747,22 +683,6 @@ class Engine:
         except (LaneDied, TimeoutError):
             return None
         return heat
-
-    def _step_nbytes(self, placement: Placement) -> list[int]:
-        """Weight bytes that each compute lane multiplies in one step, by its share of units."""
-        if self._shares_of != placement.placement_id:
-            self._shares_of = placement.placement_id
-            catalog = self.blueprint.catalog
-            total = [0.0] * len(self.lanes)
-            for group in catalog.groups:
-                if group.kind == "embed":
-                    continue
-                nbytes = sum(catalog.blocks[index].nbytes for index in group.blocks)
-                for share in placement.shares[group.name]:
-                    part = (share.last_unit - share.first_unit) / group.units
-                    total[placement.number_of(share.lane)] += nbytes * part
-            self._nbytes_per_step = [round(each) for each in total]
-        return self._nbytes_per_step
 
 
 def _retired(

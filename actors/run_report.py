@@ -6,15 +6,41 @@ import statistics
 from typing import Any
 
 from shadowlane.actors.engine import Engine
-from shadowlane.actors.sequence import DecodeStep, Sequence
+from shadowlane.actors.sequence import DecodeStep, Sequence, since
 from shadowlane.planner.catalog import Catalog
 from shadowlane.planner.cost import CostModel
 from shadowlane.planner.explain import tiers
 from shadowlane.planner.explain_cards import card_tiers, copies_nbytes
-from shadowlane.planner.hit_rate import with_measured
+from shadowlane.planner.hit_rate import curve_of, hit_rate_beside, with_measured
 from shadowlane.planner.placement import Placement
 from shadowlane.planner.profile import Profile
 from shadowlane.planner.simulate import simulate
+
+
+def expert_use(engine: Engine, sequence: Sequence) -> dict[str, Any] | None:
+    """What decode steps found of their experts in RAM while a request ran; None if dense."""
+    experts, placement = engine.blueprint.catalog.experts, engine.placement
+    if experts is None:
+        return None
+    use = since(sequence.use_before.experts, sequence.use_after.experts)
+    known = engine.catalog.experts
+    assert known is not None, "of the same model"
+    tokens = len(sequence.generated) - 1  # the first comes from the prompt
+    all_chosen = use.on_cards + use.chosen
+    return {
+        "slots": placement.expert_slots,
+        "of": experts.total,
+        "on_cards": placement.experts_on_cards,
+        "card_rate": use.on_cards / all_chosen if all_chosen else None,
+        "hit_rate": use.resident / use.chosen if use.chosen else None,
+        "expected_hit_rate": hit_rate_beside(
+            known, placement.expert_slots, placement.experts_on_cards
+        ),
+        "expected_from": curve_of(known).source,
+        "early_hit_rate": use.early / use.chosen if use.chosen else None,
+        "read_nbytes_per_token": use.read_nbytes // tokens if tokens > 0 else None,
+        **engine.gauges.expert_report(),
+    }
 
 
 def stats_of(engine: Engine, sequence: Sequence, profile: Profile | None) -> dict[str, Any]:
@@ -35,12 +61,12 @@ def stats_of(engine: Engine, sequence: Sequence, profile: Profile | None) -> dic
             "busy_pct": round(min(100.0, 100 * busy / window), 1),
             "nbytes": nbytes,
         }
-        for name, (busy, nbytes) in engine.lane_use(sequence).items()
+        for name, (busy, nbytes) in sequence.lane_use.items()
     }
     steps = sequence.decode_steps
     plans = by_plan(steps, scale)
     predicted = placement.predicted_step_s  # of the plan in force
-    experts = engine.expert_use(sequence)
+    experts = expert_use(engine, sequence)
     at_hits_s = None
     if experts is not None and experts["hit_rate"] is not None and len(plans) <= 1:
         rate, tokens = experts["hit_rate"], generated - 1

@@ -119,6 +119,15 @@ class Sequence:
         self.use_after = LaneUse({})
 
     @property
+    def lane_use(self) -> dict[str, tuple[float, int]]:
+        """Per lane, busy seconds and bytes while it ran, others' work too; once it is over."""
+        before = self.use_before.lanes
+        return {
+            name: ((busy - before[name][0]) / 1e9, nbytes - before[name][1])
+            for name, (busy, nbytes) in self.use_after.lanes.items()
+        }
+
+    @property
     def is_decoding(self) -> bool:
         return bool(self.generated) and len(self.pending) == 1
 

@@ -253,8 +253,10 @@ def test_what_a_processor_computes_for_a_card_that_adds_up_is_its_own(
             adders.add(now.placement.shares["0.experts"][-1].lane)
             use, experts = now.lane_use_now(), now.blueprint.catalog.experts
             assert experts is not None
-            of_experts = use.lanes["gpu:0"][1] - now._multiplied[1]
-            on_card = use.experts.on_cards + now._prompt_on_cards[0]  # of answers, and of prompts
+            of_experts = use.lanes["gpu:0"][1] - now.multiplied.of_blocks[1]
+            on_card = (
+                use.experts.on_cards + now.multiplied.prompt_on_cards[0]
+            )  # of answers, and of prompts
             assert of_experts == on_card * experts.nbytes
     assert adders == {"cpu:0", "gpu:0"}
 
@@ -532,8 +534,8 @@ def test_experts_of_prompts_are_counted_for_who_computed_them(
         collect(sequence)
         experts = now.blueprint.catalog.experts
         assert experts is not None
-        dense = now._step_nbytes(now.placement)
-        use = now.lane_use(sequence)
+        dense = now.multiplied.in_a_step(now.placement)
+        use = sequence.lane_use
         routed = {
             lane.name: use[lane.name][1] - 4 * nbytes
             for lane, nbytes in zip(now.lanes, dense, strict=True)

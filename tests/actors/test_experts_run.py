@@ -41,6 +41,7 @@ from shadowlane.actors.expert_reader import EARLY_HITS, NUM_EXPERT_STATISTICS, E
 from shadowlane.actors.hosts import ThreadHost
 from shadowlane.actors.measure import measure_groups
 from shadowlane.actors.routing import routed_model
+from shadowlane.actors.run_report import expert_use
 from shadowlane.actors.service import Service
 from shadowlane.cli import app
 from shadowlane.ops.errors import ModelError
@@ -333,7 +334,7 @@ def test_what_a_run_tells_of_its_experts(tiny_model: Callable[..., Path]) -> Non
     with running(model, options=OPTIONS, ram=budget_for(model, slots, TWO_THREADS, OPTIONS)) as run:
         sequence = run.submit(tiny_tokens(30), 16)
         collect(sequence)
-        told = run.engine.expert_use(sequence)
+        told = expert_use(run.engine, sequence)
         assert told is not None
         resident, early, chosen, read, _ = sequence.use_after.experts
         # the last token is given without a step of its own
@@ -347,7 +348,7 @@ def test_what_a_run_tells_of_its_experts(tiny_model: Callable[..., Path]) -> Non
     with running(tiny_model("llama2")) as run:
         sequence = run.submit(tiny_tokens(30), 4)
         collect(sequence)
-        assert run.engine.expert_use(sequence) is None
+        assert expert_use(run.engine, sequence) is None
 
 
 def test_experts_of_prompts_are_counted_as_moved(
@@ -360,8 +361,8 @@ def test_experts_of_prompts_are_counted_as_moved(
         collect(sequence)
         experts = run.engine.blueprint.catalog.experts
         assert experts is not None
-        dense = sum(run.engine._step_nbytes(run.engine.placement))
-        moved = run.engine.lane_use(sequence)["cpu:0"][1]
+        dense = sum(run.engine.multiplied.in_a_step(run.engine.placement))
+        moved = sequence.lane_use["cpu:0"][1]
     chosen = [len(ids) for step in read_trace(routing).passes() for _, ids in step.routes]
     assert len(chosen) == 4 * experts.num_layers
     assert moved == 4 * dense + sum(chosen) * experts.nbytes
