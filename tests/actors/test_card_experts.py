@@ -254,10 +254,8 @@ def test_what_a_processor_computes_for_a_card_that_adds_up_is_its_own(
             use, experts = now.lane_use_now(), now.blueprint.catalog.experts
             assert experts is not None
             of_experts = use.lanes["gpu:0"][1] - now.multiplied.of_blocks[1]
-            on_card = (
-                use.experts.on_cards + now.multiplied.prompt_on_cards[0]
-            )  # of answers, and of prompts
-            assert of_experts == on_card * experts.nbytes
+            of_answers, of_prompts = use.experts.on_cards, now.multiplied.prompt_on_cards[0]
+            assert of_experts == (of_answers + of_prompts) * experts.nbytes
     assert adders == {"cpu:0", "gpu:0"}
 
 
