@@ -187,8 +187,8 @@ class HybridShadow:
             self._chancy.append(step)
         self._since_thought += 1
         if self._target is not None:
-            self._to_move = max(0.0, self._to_move - step.moved_nbytes)
-            return [] if self._to_move > 0.0 else self._switch(self._target)
+            self._to_move -= step.moved_nbytes
+            return [] if self._to_move >= 1.0 else self._switch(self._target)  # less is rounding
         if len(self._steps) < self.settings.window:
             return []
         now = self._median()
