@@ -278,9 +278,9 @@ def pack(
     """Loads on cards by `order`, each up to its `limit`, the last as far as it fits.
 
     The fastest card is filled first, then the next; or, evenly, each with what it takes as long for
-    as the others, of many rows. across: each load is divided between all cards, by how fast they
-    read. by_one: experts share evenly what is left on all cards; else they go by
-    whole layers.
+    as the others, of many rows; a mixture in whole layers, which are one card's to route. across:
+    each load is divided between all cards, by how fast they read. by_one: experts share evenly what
+    is left on all cards; else they go by whole layers.
     """
     model, work, cards = question.model, question.work, question.machine.cards
     spread = Spread.nowhere(model, len(cards))
@@ -295,6 +295,8 @@ def pack(
     worth = [0.0] * len(model.loads)
     if evenly:
         worth, quotas = _even_quotas(question, rooms, order)
+    by_layers = evenly and any(load.experts for load in model.loads)
+    layer: int | None = None
     for index in order:
         load = model.loads[index]
         if load.home is not None:
@@ -306,8 +308,15 @@ def pack(
         if across:
             over = shared
         else:
+            together = [index]
+            if by_layers and load.layer is not None:  # which is asked for where it begins
+                begins, layer = load.layer != layer, load.layer
+                others = [each for each in order if model.loads[each].layer == layer]
+                together = others if begins else []
+            nbytes = sum((model.wholes[each] + kvs[each]) * limit[each] for each in together)
+            asked = sum(worth[each] for each in together)
             while current + 1 < len(fastest) and (
-                need > rooms[fastest[current]] or worth[index] / 2 > quotas[fastest[current]]
+                nbytes > rooms[fastest[current]] or asked / 2 > quotas[fastest[current]]
             ):
                 current += 1
             over = tuple(float(card == fastest[current]) for card in range(len(cards)))

@@ -91,6 +91,23 @@ def test_layers_are_shared_so_that_cards_take_as_long() -> None:
     assert spread.over == [(1.0, 0.0)] * 2 + [(0.0, 1.0)] * 6
 
 
+def test_a_mixture_is_shared_in_whole_layers() -> None:
+    loads = [
+        load
+        for layer in range(7)
+        for load in (
+            dense(f"{layer}.o", 2e8, layer),
+            Load(f"{layer}.experts", "experts", layer, 1e8, 1e9, experts=4, top_k=2),
+        )
+    ]
+    for flops in (CARD.flops / each for each in (1.0, 1.5, 2.0, 3.0)):
+        cards = (CARD, replace(CARD, flops=flops))
+        question = Question(model(*loads), replace(MACHINE, cards=cards), PROMPT)
+        spread = pack(question, range(len(loads)), [1.0] * len(loads), evenly=True)
+        assert spread.over[::2] == spread.over[1::2]
+        assert {(1.0, 0.0), (0.0, 1.0)} == set(spread.over)
+
+
 def test_only_what_brings_and_reads_nothing_is_in_micro_batches() -> None:
     question = Question(LAYERS, TWO, PROMPT)
     assert in_micro_batches(question, HALVES).micro_batches == 8
