@@ -107,7 +107,10 @@ def _path(spec: ServiceSpec, blueprint: Blueprint) -> Path:
 
 def _read(spec: ServiceSpec) -> tuple[Blueprint, Profile | None]:
     workers, are_cards = num_workers(spec.settings), bool(spec.settings.cards)
-    blueprint, _ = read_blueprint(spec.root, spec.options, workers, are_cards=are_cards)
+    is_elsewhere = spec.settings.emulated is not None
+    blueprint, _ = read_blueprint(
+        spec.root, spec.options, workers, are_cards=are_cards, is_elsewhere=is_elsewhere
+    )
     catalog = informed(blueprint.catalog, read_heat(blueprint))
     profile = described_profile(spec.settings, catalog)
     if profile is None:

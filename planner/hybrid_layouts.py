@@ -293,41 +293,32 @@ def pack(
     kvs = all_kv_nbytes(model, work)
     quotas = [float("inf")] * len(cards)
     worth = [0.0] * len(model.loads)
+    free = [index for index in order if model.loads[index].home is None]
     if evenly:
-        worth, quotas = _even_quotas(question, rooms, order)
-    by_layers = evenly and any(load.experts for load in model.loads)
-    layer: int | None = None
-    for index in order:
-        load = model.loads[index]
-        if load.home is not None:
-            continue
-        if load.experts and by_one:
-            left.append(index)
-            continue
-        need = (model.wholes[index] + kvs[index]) * limit[index]
-        if across:
-            over = shared
-        else:
-            together = [index]
-            if by_layers and load.layer is not None:  # which is asked for where it begins
-                begins, layer = load.layer != layer, load.layer
-                others = [each for each in order if model.loads[each].layer == layer]
-                together = others if begins else []
-            nbytes = sum((model.wholes[each] + kvs[each]) * limit[each] for each in together)
-            asked = sum(worth[each] for each in together)
+        worth, quotas = _even_quotas(question, rooms, free)
+    if by_one:
+        left = [index for index in free if model.loads[index].experts]
+        free = [index for index in free if index not in left]
+    needs = [(whole + kv) * most for whole, kv, most in zip(model.wholes, kvs, limit, strict=True)]
+    over = shared
+    for run in _runs(model, free, needs, max(rooms, default=0.0), by_layers=evenly):
+        nbytes, asked = sum(needs[index] for index in run), sum(worth[index] for index in run)
+        if not across:
             while current + 1 < len(fastest) and (
                 nbytes > rooms[fastest[current]] or asked / 2 > quotas[fastest[current]]
             ):
                 current += 1
             over = tuple(float(card == fastest[current]) for card in range(len(cards)))
-        fitting = min(room / part for room, part in zip(rooms, over, strict=True) if part)
-        part = 1.0 if need <= max(0.0, fitting) else max(0.0, fitting) / need
-        if part < 1.0 and (load.experts or load.kind == "attn"):
-            continue  # these go whole or not at all
-        spread.vram[index], spread.over[index] = limit[index] * part, over
-        for card, its in enumerate(over):
-            rooms[card] -= need * part * its
-            quotas[card] -= worth[index] * its
+        for index in run:
+            load, need = model.loads[index], needs[index]
+            fitting = min(room / part for room, part in zip(rooms, over, strict=True) if part)
+            part = 1.0 if need <= max(0.0, fitting) else max(0.0, fitting) / need
+            if part < 1.0 and (load.experts or load.kind == "attn"):
+                continue  # these go whole or not at all
+            spread.vram[index], spread.over[index] = limit[index] * part, over
+            for card, its in enumerate(over):
+                rooms[card] -= need * part * its
+                quotas[card] -= worth[index] * its
     whole = sum(model.loads[index].whole_nbytes for index in left)
     room = sum(max(0.0, each) for each in rooms)
     for index in left:
@@ -337,6 +328,26 @@ def pack(
             spread.over[index] = tuple(max(0.0, each) / room for each in rooms)
     one_more(model, spread, left, room)
     return spread
+
+
+def _runs(
+    model: Model, order: Sequence[int], needs: Sequence[float], room: float, *, by_layers: bool
+) -> list[list[int]]:
+    """Loads that go on one card together, those of a mixture by layers, which one card routes.
+
+    needs: bytes of each; a layer of more than `room` goes load by load.
+    """
+    if not by_layers or not any(load.experts for load in model.loads):
+        return [[index] for index in order]
+    layers: dict[object, list[int]] = {}
+    for index in order:
+        layer = model.loads[index].layer
+        layers.setdefault((index, None) if layer is None else layer, []).append(index)
+    runs: list[list[int]] = []
+    for run in layers.values():
+        fits = sum(needs[index] for index in run) <= room
+        runs += [run] if fits else [[index] for index in run]
+    return runs
 
 
 def _even_quotas(

@@ -123,9 +123,13 @@ def parted(
     carry = carry or Carry()
     base = cuts.nbytes[low]
     ends: list[int] = []
+    before = 0.0
     for card, part in enumerate(until):
+        start = ends[-1] if ends else low
         wanted = base + (cuts.nbytes[high] - base) * part
-        ends.append(carry.round(f"{key} {card}", cuts, wanted, ends[-1] if ends else low, high))
+        is_any = part > before  # else it is not to have what rounding owes
+        ends.append(carry.round(f"{key} {card}", cuts, wanted, start, high) if is_any else start)
+        before = part
     return ends
 
 

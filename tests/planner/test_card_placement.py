@@ -28,7 +28,7 @@ from shadowlane.planner.placement import (
 )
 from shadowlane.planner.plan_of import plan_of
 from shadowlane.planner.profile import Phase
-from shadowlane.planner.sections import cuts_of
+from shadowlane.planner.sections import Carry, Cuts, cuts_of, parted
 from shadowlane.planner.synthetic import llama_catalog, mixture_catalog
 from shadowlane.planner.validate import validate_phases
 
@@ -587,3 +587,12 @@ def test_cards_that_share_experts_are_as_full_as_planned() -> None:
     assert sum(counts) == total
     assert counts == [pytest.approx(part * total, abs=1) for part in over]
     assert not placement.notes
+
+
+def test_a_card_without_a_share_is_not_given_what_rounding_owes() -> None:
+    cuts = Cuts(*(tuple(range(9)) for _ in range(4)))
+    carry = Carry()
+    for _ in range(6):
+        first, second, last = parted(cuts, 0, 8, [0.2, 0.2, 1.0], carry, "experts")
+        assert first == second
+        assert last == 8

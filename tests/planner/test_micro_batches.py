@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shadowlane.actors.emulation import Hidden, World
-from shadowlane.planner.hybrid import Load, Plan, Site, Work
+from shadowlane.planner.hybrid import Load, Plan, Site, Work, model_of
 from shadowlane.planner.hybrid_bounds import hybrid_bounds
 from shadowlane.planner.hybrid_hand import PIPELINED, by_hand
 from shadowlane.planner.hybrid_layouts import Question, in_micro_batches, pack
@@ -15,6 +15,7 @@ from shadowlane.planner.hybrid_learning import learned
 from shadowlane.planner.hybrid_search import STILL, search
 from shadowlane.planner.hybrid_synthetic import CARD, MACHINE, dense
 from shadowlane.planner.hybrid_synthetic import small_model as model
+from shadowlane.planner.synthetic import mixture_catalog
 
 TWO = replace(MACHINE, cards=(CARD, CARD))
 PROMPT = Work("prefill", rows=4096, context=2048, max_context=4096)
@@ -106,6 +107,31 @@ def test_a_mixture_is_shared_in_whole_layers() -> None:
         spread = pack(question, range(len(loads)), [1.0] * len(loads), evenly=True)
         assert spread.over[::2] == spread.over[1::2]
         assert {(1.0, 0.0), (0.0, 1.0)} == set(spread.over)
+
+
+@pytest.mark.parametrize("layers", range(3, 8))
+def test_no_layer_of_a_mixture_is_divided(layers: int) -> None:
+    catalog = mixture_catalog(layers=layers)
+    whole = model_of(catalog, "synthetic", is_ours=True)
+    for first, second in ((1.0, 1.0), (1.0, 0.7), (1.0, 0.3), (0.4, 1.0)):
+        cards = (replace(CARD, flops=first * CARD.flops), replace(CARD, flops=second * CARD.flops))
+        question = Question(whole, replace(MACHINE, cards=cards), PROMPT)
+        spread = pack(question, range(len(whole.loads)), [1.0] * len(whole.loads), evenly=True)
+        for layer in range(layers):
+            homes = {
+                over
+                for load, over in zip(whole.loads, spread.over, strict=True)
+                if load.layer == layer
+            }
+            assert len(homes) == 1, layer
+
+
+def test_what_is_pinned_elsewhere_is_nobodys_share() -> None:
+    experts = Load("0.experts", "experts", 0, 4e8, 1e12, experts=4, top_k=2, home="cpu")
+    loads = [dense(f"{layer}.o", 2e8, layer) for layer in range(8)]
+    question = Question(model(experts, *loads), TWO, PROMPT)
+    spread = pack(question, range(9), [1.0] * 9, evenly=True)
+    assert spread.over[1:] == [(1.0, 0.0)] * 4 + [(0.0, 1.0)] * 4
 
 
 def test_only_what_brings_and_reads_nothing_is_in_micro_batches() -> None:
