@@ -54,15 +54,24 @@ class _Lane(NamedTuple):
 
 
 def learned(
-    question: Question, stated: Hardware, plan: Plan, now: StepMeasured, *, is_fresh: bool
+    question: Question,
+    stated: Hardware,
+    plan: Plan,
+    now: StepMeasured,
+    *,
+    is_fresh: bool,
+    blames_port: bool | None = None,
 ) -> Hardware:
     """`question.machine`, so that `plan` would be predicted as it was measured.
 
     stated: the hardware file's; rates further from it than is believed are not learned.
     is_fresh: the plan has just begun. Cores that are slower than predicted while links work beside
     them are then put down to the DRAM port, later on to the cores; the other way round where only
-    that explains how long the step took.
+    that explains how long the step took. blames_port: which of the two is thought of first,
+    whenever it is.
     """
+    if blames_port is None:
+        blames_port = is_fresh
     machine = question.machine
     lanes = _lanes(question, plan, now, is_fresh)
     predicted = question.times(plan)
@@ -89,7 +98,7 @@ def learned(
         cpu_launch_s=lanes["cpu:0"].launch_s,
     )
     question = replace(question, machine=machine)
-    machine = _with_cores(question, stated, plan, now, lanes["cpu:0"].fixed_s, is_fresh)
+    machine = _with_cores(question, stated, plan, now, lanes["cpu:0"].fixed_s, blames_port)
     if now.crossings_s:
         brings = [predicted.busy_s[f"h2d:{at}"] > 0.0 for at in range(len(machine.cards))]
         copied = question.model.row_nbytes * rows_at_once(plan, question.work)
@@ -222,7 +231,7 @@ def _with_cores(
     plan: Plan,
     now: StepMeasured,
     fixed_s: float,
-    is_fresh: bool,
+    blames_port: bool,
 ) -> Hardware:
     """fixed_s: of the cores' time, their launches."""
     machine = question.machine
@@ -257,7 +266,7 @@ def _with_cores(
     if not beside:
         return slower_cores
     full_port = with_rates(cores, reached + beside, flops)
-    guesses = [full_port, slower_cores] if is_fresh else [slower_cores, full_port]
+    guesses = [full_port, slower_cores] if blames_port else [slower_cores, full_port]
     first, second = (_misfit(question, plan, now, guess) for guess in guesses)
     return guesses[0] if first <= second + SURE else guesses[1]
 

@@ -135,6 +135,8 @@ class HybridShadow:
         self._since_thought = 0
         self._wait = self.settings.min_steps_between
         self._reference: StepMeasured | None = None
+        self._doubt: Hardware | None = None  # what explains the same steps as well as `machine`
+        self._believed: Hardware | None = None  # `machine`, while that is tried
 
     @property
     def question(self) -> Question:
@@ -172,6 +174,7 @@ class HybridShadow:
         if isinstance(event, Arrived):
             return [] if self._target is None else self._switch(self._target)
         if isinstance(event, Refused):
+            self._believe_again()
             self._target, self._moves, self._to_move = None, None, 0.0
             self._wait = min(self.settings.max_steps_between, 2 * self._wait)
             return []
@@ -216,7 +219,11 @@ class HybridShadow:
     def _learn(self, now: StepMeasured, *, is_fresh: bool) -> None:
         """By these steps and the hits that they had."""
         question = self._as_hit(now)
-        self.machine = learned(question, self._file, self.plan, now, is_fresh=is_fresh)
+        first, second = (
+            learned(question, self._file, self.plan, now, is_fresh=is_fresh, blames_port=blames)
+            for blames in (is_fresh, not is_fresh)
+        )
+        self.machine, self._doubt = first, second if second != first else None
 
     def _as_hit(self, now: StepMeasured) -> Question:
         """The question, if experts were always hit as in these steps."""
@@ -293,7 +300,9 @@ class HybridShadow:
             took_s = self._average_s()
             before_s = self._before_s * (1.0 - self.settings.tolerance)
         if took_s <= before_s:
+            self._believed = None
             return []
+        self._believe_again()
         self._gain *= 2.0
         self._wait = min(self.settings.max_steps_between, 2 * self._wait)
         self._settled = before
@@ -315,7 +324,30 @@ class HybridShadow:
         self._wait = min(
             self.settings.max_steps_between, round(self._wait * self.settings.patience)
         )
-        return []
+        return self._try_doubt(why)
+
+    def _try_doubt(self, why: str) -> list[Command]:
+        """What would be worth it if the other explanation of these steps were true, where nothing
+        has to be moved to see: the next steps tell which is."""
+        other, self._doubt = self._doubt, None
+        if other is None:
+            return []
+        question = replace(self.question, machine=other)
+        staying_s = question.answer(self.plan).seconds
+        found = replan(question, self.plan)
+        if found is None:
+            return []
+        needed = moves(question, self.plan, found.plan)
+        least = max(self.settings.gain, self._asked(needed))
+        if needed.nbytes or self._gain_of(found.seconds, staying_s, needed) < least:
+            return []
+        self._believed, self.machine = self.machine, other
+        why = f"{why}, of cores or of the DRAM port"
+        return self._go(found.plan, why, staying_s, found.seconds, needed)
+
+    def _believe_again(self) -> None:
+        if self._believed is not None:
+            self.machine, self._believed = self._believed, None
 
     def _asked(self, needed: Migration) -> float:
         """What a plan must promise for which so much has to be moved."""
@@ -334,6 +366,7 @@ class HybridShadow:
     def _refit(self, why: str) -> list[Command]:
         """What is running may not fit any more: first what has to go, then the best plan."""
         self._target, self._moves, self._to_move = None, None, 0.0
+        self._doubt = self._believed = None
         self._reference = None
         self._previous = None
         self._settled = None

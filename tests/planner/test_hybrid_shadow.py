@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from shadowlane.actors.emulation import Hidden, World
 from shadowlane.planner.hardware import CALM, Card, Conditions, Hardware
 from shadowlane.planner.hybrid import Load, Model, Plan, Work, fits
 from shadowlane.planner.hybrid_layouts import Question
@@ -23,7 +25,9 @@ from shadowlane.planner.hybrid_shadow import (
     Switch,
     WorkChanged,
 )
+from shadowlane.shapes import load_hardware, shape_model
 
+LAPTOP = Path(__file__).parents[2] / "examples" / "hardware" / "rtx-3080-laptop-8gb.yaml"
 CARD = Card("card", 4e9, 1e9, 400e9, 40e12, 12e9, 12e9, launch_s=5e-6, crossing_s=20e-6)
 MACHINE = Hardware("machine", (CARD,), 40e9, 1e12, 2e-6, 60e9, 64e9, 4e9, 5e9)
 WORK = Work()
@@ -223,3 +227,24 @@ def bringing(plan: Plan, part: float) -> Plan:
     """The same with less brought."""
     sites = tuple(replace(site, brought=site.brought * part) for site in plan.sites)
     return replace(plan, sites=sites)
+
+
+def test_cores_or_the_dram_port_the_next_steps_tell() -> None:
+    """Steps are slower from the first on. Both would explain it, and one change tells."""
+    model, machine = shape_model("qwen2.5-32b"), load_hardware(LAPTOP)
+    world = World(model, machine, Hidden(cpu=0.78, gpu=1.2, link=1.16))
+    work = Work(max_context=4096)
+    it = HybridShadow(model, machine, work)
+    steps = [world.step(it.plan, work) for _ in range(5)]
+    said = [it.handle(step) for step in steps]
+    assert any("cores or of the DRAM port" in each.why for each in told(said))
+    for _ in range(20):
+        step = world.step(it.plan, work)
+        said.append(it.handle(step))
+    assert step.seconds < 0.95 * steps[0].seconds
+    assert it.machine.cpu_bytes_per_s < 0.85 * machine.cpu_bytes_per_s
+    assert len(told(said)) == 1, "it is not undone"
+
+
+def told(said: list[list[Command]]) -> list[Explained]:
+    return [each for commands in said for each in commands if isinstance(each, Explained)]
