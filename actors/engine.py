@@ -127,7 +127,7 @@ class Engine:
             tuple[int, Callable[[BusyTimes], ev.StepRetired], tuple[int, ...]]
         ] = deque(maxlen=64)
         self._routing: RoutingTap | None = None
-        self._card_routes: CardRoutes | None = None  # of a mixture beside cards that are here
+        self._card_routes: CardRoutes | None = None  # of a mixture beside cards
         self._experts_read = 0  # bytes, while decode steps ran
         self._last_failure: tuple[str, int] | None = None  # (reason, steps retired until then)
         self.multiplied = self._nothing_multiplied()

@@ -147,20 +147,17 @@ def routes_of_cards(
 
     Returns (int64 [layers, INSTRUCTION_COLUMNS], int64 [items, ITEM_COLUMNS]).
     """
-    items: list[tuple[int, ...]] = []
-    tables = expert_tables(blueprint, placement, {}, items, phase)
-    found = []
+    layers = []
     for layer, group in enumerate(blueprint.catalog.sparse_groups):
         lanes = {share.lane for share in placement.shares_of(phase)[group.name]}
         numbers = {placement.number_of(lane) for lane in lanes}
         if not routing_card(layout, placement, phase, group.name):
             continue
-        if any(layout.card_of(number) is None for number in numbers):
-            continue
-        row = np.full(t.INSTRUCTION_COLUMNS, -1, np.int64)
+        if all(layout.card_of(number) is not None for number in numbers):
+            layers.append(layer)
+    items: list[tuple[int, ...]] = []
+    tables = expert_tables(blueprint, placement, {}, items, phase) if layers else {}
+    rows = np.full((len(layers), t.INSTRUCTION_COLUMNS), -1, np.int64)
+    for row, layer in zip(rows, layers, strict=True):
         row[t.SPARSE_LAYER], row[t.CARD_EXPERTS] = layer, tables[layer]
-        found.append(row)
-    return (
-        np.array(found, np.int64).reshape(len(found), t.INSTRUCTION_COLUMNS),
-        np.array(items, np.int64).reshape(len(items), t.ITEM_COLUMNS),
-    )
+    return rows, np.array(items, np.int64).reshape(len(items), t.ITEM_COLUMNS)

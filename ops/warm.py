@@ -68,7 +68,7 @@ def expert_kernels() -> Kernels:
 
 
 def route_kernels() -> Kernels:
-    """What the engine calls where cards that are here route layers by themselves."""
+    """What the engine calls where cards route layers by themselves."""
     from shadowlane.ops import routes
 
     return ((routes.mark_all, (I64, ROW, TABLE, TABLE, I64, I64, I64)),)

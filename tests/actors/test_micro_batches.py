@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ SUBCHUNKS = 8
 # one sub-chunk and less, whole ones, a rest, and a rest that is a step of its own
 LENGTHS = (12, 16, 32, 45, 51, 80)
 COUNTS = (2, 4)
+WHOLE_LAYERS = (1, 9)  # of a mixture: the first on one card, the others on the next
 First = Callable[[Catalog, Request], Placement]
 TOLERANCE = 2e-4  # of cards that are here, in another order of addition
 
@@ -131,7 +131,7 @@ def test_decode_rows_of_others_share_steps(model: Path) -> None:
 
 
 def test_decode_rows_of_others_share_steps_of_a_mixture(mixture: Mixture) -> None:
-    check_shared_steps(mixture.path, partial(whole_layers, count=4))
+    check_shared_steps(mixture.path, by_layers(WHOLE_LAYERS, 4))
 
 
 def check_shared_steps(model: Path, *firsts: First) -> None:
@@ -182,7 +182,7 @@ def test_a_chunk_of_a_mixture_that_is_cancelled(
 ) -> None:
     with running(mixture.path, options=OPTIONS, cores=ONE_THREAD) as engine:
         expected = answers(engine)
-    check_cancelled(mixture.path, partial(whole_layers, count=4), expected, monkeypatch)
+    check_cancelled(mixture.path, by_layers(WHOLE_LAYERS, 4), expected, monkeypatch)
 
 
 def check_cancelled(
@@ -210,18 +210,13 @@ def check_cancelled(
         assert answers(engine) == expected
 
 
-def whole_layers(catalog: Catalog, request: Request, count: int) -> Placement:
-    """The first layer on one card, the others on the next."""
-    return by_layers((1, 9), count)(catalog, request)
-
-
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_mixture_gives_the_same_bits(mixture: Mixture, count: int) -> None:
     """Counts too: of what was chosen, and how many experts cards computed."""
-    first = partial(whole_layers, count=count)
+    first = by_layers(WHOLE_LAYERS, count)
     with (
         emulated(mixture.path, first, 2) as engine,
-        emulated(mixture.path, partial(whole_layers, count=1), 2) as whole,
+        emulated(mixture.path, by_layers(WHOLE_LAYERS, 1), 2) as whole,
     ):
         assert engine.engine.placement.micro_batches == count
         for length in LENGTHS:
@@ -241,7 +236,7 @@ def test_a_mixture_gives_the_same_bits(mixture: Mixture, count: int) -> None:
 def test_a_mixture_on_cards_that_are_here(
     mixture: Mixture, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = partial(whole_layers, count=count)
+    first = by_layers(WHOLE_LAYERS, count)
     with (
         fake_cards(monkeypatch, 2),
         on_cards(mixture.path, first, 2, options=OPTIONS, subchunks=SUBCHUNKS) as engine,
